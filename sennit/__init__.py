@@ -1,0 +1,54 @@
+"""Sennit: the attention of a whole LLM serving step in one call, over a paged KV cache."""
+
+from __future__ import annotations
+
+from sennit.attention import BatchAttention, merge_states
+from sennit.errors import (
+    BackendUnavailable,
+    CacheCorrupt,
+    CapacityExceeded,
+    FetchFailed,
+    IncompleteStep,
+    InvalidInput,
+    ModelNotFound,
+    OutOfPages,
+    PlanMismatch,
+    SennitError,
+    StalePlan,
+    StepClosed,
+    StepOpen,
+    UnknownSequence,
+    UnsupportedFeature,
+    UnsupportedModel,
+)
+from sennit.plan.batch import Batch
+from sennit.plan.buffers import PlanBuffers
+from sennit.plan.plan import Plan
+from sennit.spec import AttentionSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionSpec",
+    "BackendUnavailable",
+    "Batch",
+    "BatchAttention",
+    "CacheCorrupt",
+    "CapacityExceeded",
+    "FetchFailed",
+    "IncompleteStep",
+    "InvalidInput",
+    "ModelNotFound",
+    "OutOfPages",
+    "Plan",
+    "PlanBuffers",
+    "PlanMismatch",
+    "SennitError",
+    "StalePlan",
+    "StepClosed",
+    "StepOpen",
+    "UnknownSequence",
+    "UnsupportedFeature",
+    "UnsupportedModel",
+    "merge_states",
+]

@@ -1,0 +1,436 @@
+"""Level 1: plan a step over pages that the caller owns, append its keys and values, run its attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+
+from sennit import ops
+from sennit.backends import registry
+from sennit.errors import BackendUnavailable, InvalidInput, PlanMismatch, UnsupportedFeature
+from sennit.plan.batch import Batch
+from sennit.plan.buffers import PlanBuffers
+from sennit.plan.integers import host_integers
+from sennit.plan.plan import Plan, make_plan, plan_features
+from sennit.pools import KVLayout, split_pools
+from sennit.spec import AttentionSpec
+
+__all__ = ["BatchAttention", "merge_states"]
+
+
+class BatchAttention:
+    """Attention of one kind of layer over batches of any mix of requests.
+
+    Args:
+        spec: what the layer computes.
+        page_size: tokens a page; None where only packed keys are used (:meth:`Batch.ragged`).
+        kv_layout: ``"NHD"``: pages ``[pages, page_size, num_kv_heads, dim]``; ``"HND"``:
+            ``[pages, num_kv_heads, page_size, dim]``. Latent pages are ``[pages, page_size, dim]`` in both.
+        device: where everything runs; the current CUDA device if there is one, otherwise the CPU.
+        backend: ``"auto"``: for each plan the first that accepts it; or one backend's name, which then never falls
+            back to another.
+
+    Raises:
+        InvalidInput: an argument is out of range.
+        UnsupportedFeature: no backend in question can do what the spec asks; the text has each one's reason.
+        BackendUnavailable: none can run on the device.
+
+    >>> spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    >>> attn = BatchAttention(spec, page_size=4, device="cpu")
+    >>> plan = attn.plan(Batch.csr(qo_indptr=[0, 3, 4], kv_lens=[3, 5], kv_indptr=[0, 1, 3], kv_indices=[2, 0, 1]))
+    >>> pages = torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8)
+    >>> attn.append(plan, torch.randn(4, 2, 8), torch.randn(4, 2, 8), pages)
+    >>> attn.run(plan, torch.randn(4, 4, 8), pages, sm_scale=8**-0.5).shape
+    torch.Size([4, 4, 8])
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        page_size: int | None = None,
+        kv_layout: KVLayout = "NHD",
+        device: torch.device | str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if not isinstance(spec, AttentionSpec):
+            raise InvalidInput("spec", expected="an AttentionSpec", got=type(spec).__name__)
+        if page_size is not None and (not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1):
+            raise InvalidInput("page_size", expected="a positive integer, or None for packed keys", got=repr(page_size))
+        if kv_layout not in ("NHD", "HND"):
+            raise InvalidInput("kv_layout", expected='"NHD" or "HND"', got=repr(kv_layout))
+        self.spec = spec
+        self.page_size = page_size
+        self.kv_layout: KVLayout = kv_layout
+        self.device = resolve_device(device)
+        self._tried = registry.candidates(backend, self.device)
+        registry.choose(self._tried, spec, frozenset(), self.device)
+        self._owner = f"{spec.key}/page{page_size}-{kv_layout}/{self.device}"
+
+    @property
+    def backends(self) -> list[tuple[str, bool, str]]:
+        """``(name, accepted, reason)`` of every backend that plans may use, in order of preference."""
+        examined = [registry.examine(name, self.spec, frozenset(), self.device) for name in self._tried]
+        return [(candidate.name, candidate.support.accepted, candidate.support.reason) for candidate in examined]
+
+    def __repr__(self) -> str:
+        return (
+            f"BatchAttention({self.spec}, page_size={self.page_size}, kv_layout={self.kv_layout!r}, "
+            f"device={str(self.device)!r}, backends={', '.join(self._tried)})"
+        )
+
+    def plan(
+        self,
+        batch: Batch,
+        *,
+        causal: bool | Sequence[bool] = True,
+        tree: object = None,
+        packed_mask: object = None,
+        split_size: int | None = None,
+        into: PlanBuffers | None = None,
+    ) -> Plan:
+        """Plan a step once, for all layers with this spec.
+
+        Args:
+            batch: lengths and tables.
+            causal: whether row ``i`` of a request sees no key after position ``kv_len - q_len + i``; one flag for all
+                requests, or one each.
+            tree: token trees (not available yet).
+            packed_mask: bit masks (not available yet).
+            split_size: keys of a fixed chunk. Requests are then split at its multiples only, whatever else is in the
+                batch, and give the same bits in every batch.
+            into: buffers from :meth:`buffers`, for CUDA graphs; the previous plan in them becomes stale.
+
+        Raises:
+            InvalidInput: the batch does not fit this object, or a page id that a key uses is negative.
+            UnsupportedFeature: no backend in question accepts the plan.
+            CapacityExceeded: it does not fit ``into``, which is then unchanged.
+        """
+        if not isinstance(batch, Batch):
+            raise InvalidInput("batch", expected="a Batch", got=type(batch).__name__, hint="see Batch.csr, .padded, .ragged")
+        for name, value in (("tree", tree), ("packed_mask", packed_mask)):
+            if value is not None:
+                raise UnsupportedFeature(name, "no backend of this release has it")
+        if batch.pages is not None and self.page_size is None:
+            raise InvalidInput("batch", expected="packed keys (Batch.ragged)", got="pages", hint="give page_size= to BatchAttention")
+        if split_size is not None and (not isinstance(split_size, int) or isinstance(split_size, bool) or split_size < 1):
+            raise InvalidInput("split_size", expected="a positive number of keys, or None", got=repr(split_size))
+        for name, tensor in (
+            ("page table", batch.pages.entries if batch.pages else None),
+            ("kv_lens_device", batch.kv_lens_device),
+            ("slot_mapping", batch.slot_mapping),
+        ):
+            if isinstance(tensor, torch.Tensor):
+                self._check_device(name, tensor)
+        page_size = self.page_size if batch.pages is not None else None
+        features = plan_features(batch, split_size=split_size, into=into)
+        owner = self._owner if page_size is not None else f"{self.spec.key}/packed/{self.device}"
+        if into is not None and into.owner != owner:
+            raise InvalidInput("into", expected=f"buffers of this BatchAttention ({owner})", got=into.owner)
+        backend = registry.choose(self._tried if into is None else (into.backend,), self.spec, features, self.device)
+        plan = make_plan(
+            batch,
+            spec=self.spec,
+            owner=owner,
+            backend=backend,
+            configs=registry.load(backend).configs(self.spec, self.device) if into is None else (into.config,),
+            page_size=page_size,
+            device=self.device,
+            causal=causal,
+            split_size=split_size,
+            into=into,
+        )
+        ops.register(plan.key, ops.Operator(self.spec, page_size, self.kv_layout, backend, plan.config))
+        return plan
+
+    def buffers(self, *, max_requests: int, max_tokens: int, max_pages: int) -> PlanBuffers:
+        """Buffers of fixed address and capacity for ``plan(into=...)``, so that one CUDA graph serves every plan in them.
+
+        Args:
+            max_requests: requests of a batch.
+            max_tokens: query rows of a batch.
+            max_pages: page table entries of all requests together.
+        """
+        if self.page_size is None:
+            raise InvalidInput("page_size", expected="a page size, since buffers hold page tables", got=None)
+        backend = registry.choose(self._tried, self.spec, frozenset({"paged", "into"}), self.device)
+        return PlanBuffers.allocate(
+            owner=self._owner,
+            backend=backend,
+            config=registry.load(backend).configs(self.spec, self.device)[0],
+            group_size=self.spec.group_size,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            max_pages=max_pages,
+            device=self.device,
+        )
+
+    def append(self, plan: Plan, k: torch.Tensor, v: torch.Tensor | None, kv_pages: Any) -> None:
+        """Write the new tokens' keys and values to their slots: position ``kv_len - q_len + i`` for row ``i``.
+
+        Rows with a negative position (``kv_len < q_len``), or slot -1 in ``slot_mapping``, are not stored.
+
+        Args:
+            plan: the step's plan.
+            k: ``[rows, num_kv_heads, head_dim_qk]`` of ``kv_dtype``, rows as in the query tensor; ``[rows, head_dim_qk]``
+                where the spec is latent.
+            v: ``[rows, num_kv_heads, head_dim_vo]``; None where the spec is latent.
+            kv_pages: see :meth:`run`.
+
+        Raises:
+            InvalidInput: a tensor has a wrong shape, dtype or device.
+            PlanMismatch: a tensor does not fit the plan.
+        """
+        self._check_plan(plan)
+        if plan.page_size is None:
+            raise PlanMismatch("plan", expected="a plan over pages", got="one over packed keys, which has no pages")
+        spec = self.spec
+        if spec.latent and v is not None:
+            raise InvalidInput("v", expected="None: V is a prefix of K", got=f"a tensor of shape {tuple(v.shape)}")
+        self._check_rows("k", k, (spec.head_dim_qk,) if spec.latent else (spec.num_kv_heads, spec.head_dim_qk), spec.kv_dtype)
+        if not spec.latent:
+            self._check_rows("v", v, (spec.num_kv_heads, spec.head_dim_vo), spec.kv_dtype)
+            assert v is not None
+            if v.shape[0] != k.shape[0]:
+                raise InvalidInput("v", expected=f"as many rows as k, {k.shape[0]}", got=v.shape[0])
+        k_pages, v_pages = self._pools("kv_pages", kv_pages, paged=True)
+        t = plan.tensors
+        torch.ops.sennit.append(
+            plan.key, k, v, k_pages, v_pages, t.host, t.device, t.page_table, t.stamp, t.kv_lens, t.slots
+        )
+
+    @overload
+    def run(
+        self, plan: Plan, q: torch.Tensor, kv: Any, *, sm_scale: float | None = ..., return_lse: Literal[False] = ..., **options: Any
+    ) -> torch.Tensor: ...
+
+    @overload
+    def run(
+        self, plan: Plan, q: torch.Tensor, kv: Any, *, sm_scale: float | None = ..., return_lse: Literal[True], **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def run(
+        self, plan: Plan, q: torch.Tensor, kv: Any, *, sm_scale: float | None = ..., return_lse: bool, **options: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+    def run(
+        self,
+        plan: Plan,
+        q: torch.Tensor,
+        kv: Any,
+        *,
+        sm_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        captures: dict[str, torch.Tensor] | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of every request in the plan.
+
+        Args:
+            plan: the step's plan, from this object.
+            q: ``[rows, num_qo_heads, head_dim_qk]`` of the spec's dtype; rows that no request covers are ignored.
+            kv: for pages ``(k_pages, v_pages)`` or one interleaved ``[pages, 2, ...]`` tensor, any strides with a
+                contiguous last dimension; for packed keys ``(k, v)`` with ``[key rows, num_kv_heads, dim]``; where the
+                spec is latent one tensor ``[pages, page_size, head_dim_qk]`` or ``[key rows, head_dim_qk]``.
+            sm_scale: factor of the logits; there is no default, see the error.
+            out: ``[rows, num_qo_heads, head_dim_vo]``, written where requests have rows and untouched elsewhere.
+            lse: float32 ``[rows, num_qo_heads]``, likewise.
+            return_lse: return the LSE too: natural log, ``-inf`` where a row sees no key.
+            sinks, alibi_slopes, captures, k_scale, v_scale: for specs that have them; none in this release.
+
+        Returns:
+            ``out [rows, num_qo_heads, head_dim_vo]``, zero in rows that no request covers; or ``(out, lse)``.
+
+        Raises:
+            InvalidInput: a tensor has a wrong shape, dtype or device, or needs gradients; ``sm_scale`` is missing.
+            PlanMismatch: a tensor does not fit the plan, or the plan is another object's.
+            StalePlan: the plan's buffers have been rewritten.
+        """
+        self._check_plan(plan)
+        spec = self.spec
+        scale = self._check_scale(sm_scale)
+        self._refuse_options(
+            sinks=sinks, alibi_slopes=alibi_slopes, captures=captures, k_scale=k_scale, v_scale=v_scale
+        )
+        self._check_rows("q", q, (spec.num_qo_heads, spec.head_dim_qk), spec.dtype)
+        k, v = self._pools("kv_pages" if plan.page_size is not None else "kv", kv, paged=plan.page_size is not None)
+        fresh = out is None
+        if out is None:
+            out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.head_dim_vo)
+        else:
+            self._check_rows("out", out, (spec.num_qo_heads, spec.head_dim_vo), spec.dtype, rows=q.shape[0])
+        if lse is not None:
+            self._check_rows("lse", lse, (spec.num_qo_heads,), torch.float32, rows=q.shape[0])
+        elif return_lse:
+            lse = q.new_full((q.shape[0], spec.num_qo_heads), -math.inf, dtype=torch.float32)
+        t = plan.tensors
+        torch.ops.sennit.attend(
+            plan.key, q, k, v, out, lse, t.host, t.device, t.page_table, t.stamp, t.kv_lens, scale, fresh
+        )
+        return (out, lse) if return_lse and lse is not None else out
+
+    def copy_pages(self, source: Any, target: Any, kv_pages: Any) -> None:
+        """Copy whole pages of one layer, ``source[i]`` to ``target[i]``.
+
+        Args:
+            source: page ids, host integers.
+            target: as many page ids, none of them twice or among the sources.
+            kv_pages: see :meth:`run`.
+        """
+        pair = [host_integers(name, ids) for name, ids in (("source", source), ("target", target))]
+        if len(pair[0]) != len(pair[1]):
+            raise InvalidInput("target", expected=f"{len(pair[0])} page ids, as source has", got=len(pair[1]))
+        pools = self._pools("kv_pages", kv_pages, paged=True)
+        num_pages = pools[0].shape[0]
+        for name, ids in zip(("source", "target"), pair, strict=True):
+            if ids.size and not (ids.min() >= 0 and ids.max() < num_pages):
+                raise InvalidInput(name, expected=f"page ids from 0 to {num_pages - 1}", got=ids.tolist())
+        if not len(pair[0]):
+            return
+        ids_on_device = [torch.from_numpy(ids.astype("int64")).to(self.device) for ids in pair]
+        backend = registry.choose(self._tried, self.spec, frozenset({"paged"}), self.device)
+        for pool in pools:
+            if pool is not None:
+                torch.ops.sennit.copy_pages(backend, pool, *ids_on_device)
+
+    def warmup(self) -> None:
+        """Compile and load, now rather than in the first step, everything that plans with this spec may run."""
+        if self.page_size is None:
+            batch, rows = Batch.ragged(qo_indptr=[0, 1, 8], kv_indptr=[0, 40, 47]), 47
+            shape: tuple[int, ...] = (rows,)
+        else:
+            batch = Batch.parse("1@40 + 7@7", page_size=self.page_size)
+            pages = batch.pages.entries.shape[0] if batch.pages else 0
+            heads = () if self.spec.latent else (self.spec.num_kv_heads,)
+            shape = (pages, *heads, self.page_size) if self.kv_layout == "HND" else (pages, self.page_size, *heads)
+        if self.page_size is None and not self.spec.latent:
+            shape = (*shape, self.spec.num_kv_heads)
+
+        def zeros(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=self.device)
+
+        spec = self.spec
+        k = zeros(*shape, spec.head_dim_qk, dtype=spec.kv_dtype)
+        kv = k if spec.latent else (k, zeros(*shape, spec.head_dim_vo, dtype=spec.kv_dtype))
+        plan = self.plan(batch)
+        self.run(plan, zeros(8, spec.num_qo_heads, spec.head_dim_qk, dtype=spec.dtype), kv, sm_scale=1.0)
+
+    def _check_plan(self, plan: Plan) -> None:
+        if not isinstance(plan, Plan):
+            raise InvalidInput("plan", expected="a Plan from BatchAttention.plan", got=type(plan).__name__)
+        expected = self._owner if plan.page_size is not None else f"{self.spec.key}/packed/{self.device}"
+        if plan.owner != expected:
+            raise PlanMismatch("plan", expected=f"one made for {expected}", got=plan.owner)
+
+    def _check_scale(self, sm_scale: float | None) -> float:
+        if sm_scale is None:
+            raise InvalidInput(
+                "sm_scale",
+                expected="a number",
+                got="nothing",
+                hint=f"usually head_dim ** -0.5, here {self.spec.head_dim_qk**-0.5:.6g}, but not with MLA's absorbed weights, "
+                "where it is (qk_nope_head_dim + qk_rope_head_dim) ** -0.5; transformers keeps it in module.scaling",
+            )
+        if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)) or not math.isfinite(sm_scale):
+            raise InvalidInput("sm_scale", expected="a finite number", got=repr(sm_scale))
+        return float(sm_scale)
+
+    def _refuse_options(self, **options: object) -> None:
+        for name, value in options.items():
+            if value is not None:
+                raise UnsupportedFeature(name, f"the spec has no use for it: {self.spec}")
+
+    def _pools(self, name: str, kv: Any, *, paged: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        k, v = split_pools(name, kv, self.spec, paged=paged)
+        for tensor in (k, v):
+            if tensor is not None:
+                self._check_device(name, tensor)
+        return k, v
+
+    def _check_rows(
+        self, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, rows: int | None = None
+    ) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidInput(name, expected="a tensor", got=type(tensor).__name__)
+        if tuple(tensor.shape[1:]) != shape or tensor.dim() != len(shape) + 1 or (rows is not None and tensor.shape[0] != rows):
+            wanted = ", ".join(map(str, ("rows" if rows is None else rows, *shape)))
+            raise InvalidInput(name, expected=f"shape [{wanted}]", got=tuple(tensor.shape))
+        if tensor.dtype != dtype:
+            raise InvalidInput(name, expected=f"dtype {dtype}", got=tensor.dtype)
+        self._check_device(name, tensor)
+
+    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.device != self.device:
+            raise InvalidInput(name, expected=f"a tensor on {self.device}", got=f"one on {tensor.device}")
+        if tensor.requires_grad:
+            raise InvalidInput(
+                name, expected="a tensor without gradients", got="one with requires_grad=True",
+                hint="Sennit is for inference: run the model under torch.inference_mode() or torch.no_grad()",
+            )  # fmt: skip
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """The device that is meant, with an index where it is a GPU.
+
+    Raises:
+        InvalidInput: it does not exist, or not on this machine.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInput("device", expected="a torch device", got=repr(device), hint=str(error).split("\n")[0]) from None
+    if resolved.type == "cuda":
+        count = torch.cuda.device_count()
+        if (resolved.index or 0) >= count:
+            raise InvalidInput("device", expected=f"one of the {count} CUDA devices of this machine", got=str(device))
+        if resolved.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    return resolved
+
+
+def merge_states(states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention results over disjoint sets of keys, such as a shared prefix and what follows it.
+
+    Args:
+        states: ``(out [rows, heads, dim], lse [rows, heads])`` of each set; LSE is natural-log, float32.
+
+    Returns:
+        ``(out, lse)`` over all keys together: ``lse = log(sum(exp(lse_i)))``, ``out = sum(out_i exp(lse_i - lse))``
+        (Milakov and Gimelshein, arXiv:1805.02867). Rows that are empty everywhere give zeros and ``-inf``.
+
+    Raises:
+        InvalidInput: no state, or shapes, dtypes or devices that differ.
+
+    >>> out, lse = merge_states([(torch.ones(1, 1, 2), torch.zeros(1, 1)), (torch.zeros(1, 1, 2), torch.zeros(1, 1))])
+    >>> out, lse
+    (tensor([[[0.5000, 0.5000]]]), tensor([[0.6931]]))
+    """
+    if not states:
+        raise InvalidInput("states", expected="at least one (out, lse)", got="none")
+    first, _ = states[0]
+    for index, (out, lse) in enumerate(states):
+        if out.shape != first.shape or out.dtype != first.dtype or out.device != first.device:
+            raise InvalidInput(
+                f"states[{index}]: out", expected=f"{first.dtype} {tuple(first.shape)} on {first.device}",
+                got=f"{out.dtype} {tuple(out.shape)} on {out.device}",
+            )  # fmt: skip
+        if lse.shape != out.shape[:-1] or lse.dtype != torch.float32 or lse.device != first.device:
+            raise InvalidInput(
+                f"states[{index}]: lse", expected=f"float32 {tuple(out.shape[:-1])} on {first.device}",
+                got=f"{lse.dtype} {tuple(lse.shape)} on {lse.device}",
+            )  # fmt: skip
+    backend = registry.candidates("auto", first.device)[-1]
+    outs, lses = torch.stack([out for out, _ in states]), torch.stack([lse for _, lse in states])
+    merged: tuple[torch.Tensor, torch.Tensor] = torch.ops.sennit.merge_states(backend, outs, lses)
+    return merged

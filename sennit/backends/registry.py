@@ -1,0 +1,105 @@
+"""Finds backends by name, and explains for each of them why it was or was not chosen."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from sennit.backends.base import Backend, Support
+from sennit.errors import BackendUnavailable, InvalidInput, UnsupportedFeature
+from sennit.spec import AttentionSpec
+
+__all__ = ["Candidate", "candidates", "choose", "load", "names"]
+
+BUILT_IN = {
+    "reference": "sennit.backends.reference:BACKEND",
+    "reference-items": "sennit.backends.reference:ITEMS_BACKEND",
+}
+AUTO_ORDER = {"cpu": ("reference",), "cuda": ("reference",)}
+ENTRY_POINTS = "sennit.backends"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backend, and whether it takes what was asked."""
+
+    name: str
+    support: Support
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'accepted' if self.support.accepted else self.support.reason}"
+
+
+@functools.cache
+def _locations() -> dict[str, str]:
+    """Where each backend is: built-in ones, and those of installed packages under the entry point."""
+    third_party = {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINTS)}
+    return third_party | BUILT_IN
+
+
+def names() -> tuple[str, ...]:
+    """All backends, third parties' included."""
+    return tuple(_locations())
+
+
+@functools.cache
+def load(name: str) -> Backend:
+    """Import a backend.
+
+    Raises:
+        InvalidInput: no backend has that name.
+        BackendUnavailable: it cannot be imported here.
+    """
+    if name not in _locations():
+        raise InvalidInput("backend", expected=f'"auto" or one of {", ".join(_locations())}', got=repr(name))
+    module, _, attribute = _locations()[name].partition(":")
+    try:
+        backend: Backend = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise BackendUnavailable(f"backend {name!r} cannot be imported: {error}") from error
+    return backend
+
+
+def candidates(backend: str, device: torch.device) -> tuple[str, ...]:
+    """Backends to try, in order, for ``backend=`` on a device."""
+    if backend != "auto":
+        load(backend)
+        return (backend,)
+    return AUTO_ORDER.get(device.type, ("reference",))
+
+
+def examine(name: str, spec: AttentionSpec | None, features: frozenset[str], device: torch.device) -> Candidate:
+    """Ask one backend whether it takes a spec (None: anything) and plan features on a device."""
+    try:
+        found = load(name)
+    except BackendUnavailable as error:
+        return Candidate(name, Support.no(str(error)))
+    support = found.available(device)
+    if support.accepted and spec is not None:
+        support = found.supports(spec, features, device)
+    return Candidate(name, support)
+
+
+def choose(tried: Sequence[str], spec: AttentionSpec, features: frozenset[str], device: torch.device) -> str:
+    """The first of ``tried`` that accepts.
+
+    Raises:
+        BackendUnavailable: none can run on the device.
+        UnsupportedFeature: one can run here, but none can do what is asked.
+    """
+    examined = []
+    for name in tried:
+        candidate = examine(name, spec, features, device)
+        if candidate.support.accepted:
+            return name
+        examined.append(candidate)
+    reasons = "; ".join(map(str, examined))
+    if not any(load(name).available(device).accepted for name in tried):
+        raise BackendUnavailable(f"no backend can run on {device} ({reasons})")
+    asked = sorted(spec.features | features)
+    raise UnsupportedFeature(", ".join(asked) or "spec", f"no backend accepts it on {device} ({reasons})")

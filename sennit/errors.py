@@ -1,0 +1,122 @@
+"""Every error that Sennit raises: typed, and worded as what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendUnavailable",
+    "CacheCorrupt",
+    "CapacityExceeded",
+    "FetchFailed",
+    "IncompleteStep",
+    "InvalidInput",
+    "ModelNotFound",
+    "OutOfPages",
+    "PlanMismatch",
+    "SennitError",
+    "StalePlan",
+    "StepClosed",
+    "StepOpen",
+    "UnknownSequence",
+    "UnsupportedFeature",
+    "UnsupportedModel",
+]
+
+
+class SennitError(Exception):
+    """Base class of every error that Sennit raises on purpose."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class InvalidInput(SennitError, ValueError):
+    """An argument is wrong: the text names it, says what was expected, what came, and what to do.
+
+    Attributes:
+        argument: name of the argument, as the caller wrote it.
+        expected: what it should have been.
+        got: what it was.
+
+    >>> raise InvalidInput("page_size", expected="a positive integer", got=0, hint="use 16")
+    Traceback (most recent call last):
+    ...
+    sennit.errors.InvalidInput: page_size: expected a positive integer, got 0; use 16
+    """
+
+    def __init__(self, argument: str, *, expected: str, got: object, hint: str = "") -> None:
+        self.argument, self.expected, self.got = argument, expected, got
+        super().__init__(f"{argument}: expected {expected}, got {got}" + (f"; {hint}" if hint else ""))
+
+
+class PlanMismatch(InvalidInput):
+    """A tensor given to ``run`` or ``append`` does not fit the plan that came with it."""
+
+
+class UnsupportedFeature(SennitError, NotImplementedError):
+    """Something valid that no chosen backend can do.
+
+    Attributes:
+        feature: its name, as the caller wrote it (``"window_left"``, ``"tree"``).
+    """
+
+    def __init__(self, feature: str, reason: str) -> None:
+        self.feature = feature
+        super().__init__(f"{feature}: {reason}")
+
+
+class BackendUnavailable(SennitError, RuntimeError):
+    """No backend, or not the named one, can run here; the text lists the reason for each."""
+
+
+class CapacityExceeded(SennitError, ValueError):
+    """A batch does not fit fixed-capacity buffers; nothing has been written."""
+
+
+class StalePlan(SennitError, RuntimeError):
+    """A plan was run after its buffers had been rewritten by a later plan."""
+
+
+class OutOfPages(SennitError, MemoryError):
+    """The cache has too few free pages; nothing has changed.
+
+    Attributes:
+        needed: pages that the operation needs.
+        free: pages that are free.
+        total: pages in the pool.
+    """
+
+    def __init__(self, message: str, *, needed: int, free: int, total: int) -> None:
+        self.needed, self.free, self.total = needed, free, total
+        super().__init__(message)
+
+
+class UnknownSequence(SennitError, KeyError):
+    """A sequence id that the cache does not hold (never added, or removed)."""
+
+
+class StepOpen(SennitError, RuntimeError):
+    """The cache was asked to change while one of its steps is open."""
+
+
+class StepClosed(SennitError, RuntimeError):
+    """A step was used before it was entered or after it ended."""
+
+
+class IncompleteStep(SennitError, RuntimeError):
+    """A step ended before every layer had attended exactly once; it was rolled back."""
+
+
+class CacheCorrupt(SennitError, AssertionError):
+    """``KVCache.check`` found a broken invariant: a bug in Sennit, or memory written from outside."""
+
+
+class ModelNotFound(SennitError, FileNotFoundError):
+    """A model's folder, weights or tokenizer are not where they were said to be."""
+
+
+class UnsupportedModel(SennitError, NotImplementedError):
+    """A model whose architecture or configuration Sennit has not been tested with."""
+
+
+class FetchFailed(SennitError, RuntimeError):
+    """A download failed or did not match its checksum; nothing was left behind."""

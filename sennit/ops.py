@@ -1,0 +1,183 @@
+"""Public operations as ``torch.library`` operators over tensors and scalars, for torch.compile and exporters.
+
+An operator finds what it runs by a key that names spec, page size, layout, backend and configuration, never one plan:
+everything that changes from step to step is in tensors, so nothing recompiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sennit.backends import registry
+from sennit.backends.base import Append, Attend
+from sennit.errors import PlanMismatch, StalePlan
+from sennit.plan.cost import KernelConfig
+from sennit.plan.tensors import Header, PlanArrays
+from sennit.pools import KVLayout, nhd_views
+from sennit.spec import AttentionSpec
+
+__all__ = ["Operator", "register"]
+
+_LIBRARY = torch.library.Library("sennit", "DEF")
+
+_PLAN = "Tensor plan_host, Tensor plan_device, Tensor page_table, Tensor stamp, Tensor? kv_lens"
+_LIBRARY.define(
+    f"attend(str key, Tensor q, Tensor k, Tensor? v, Tensor(a!) out, Tensor(b!)? lse, {_PLAN}, float sm_scale, "
+    "bool fresh) -> ()"
+)
+_LIBRARY.define(
+    f"append(str key, Tensor k, Tensor? v, Tensor(a!) k_pages, Tensor(b!)? v_pages, {_PLAN}, Tensor? slots) -> ()"
+)
+_LIBRARY.define("copy_pages(str backend, Tensor(a!) pages, Tensor source, Tensor target) -> ()")
+_LIBRARY.define("merge_states(str backend, Tensor outs, Tensor lses) -> (Tensor, Tensor)")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What a key stands for."""
+
+    spec: AttentionSpec
+    page_size: int | None
+    kv_layout: KVLayout
+    backend: str
+    config: KernelConfig
+
+
+_OPERATORS: dict[str, Operator] = {}
+
+
+def register(key: str, operator: Operator) -> None:
+    """Make ``key`` known to the operators; the same key always means the same."""
+    _OPERATORS.setdefault(key, operator)
+
+
+def _attend(
+    key: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    plan_host: torch.Tensor,
+    plan_device: torch.Tensor,
+    page_table: torch.Tensor,
+    stamp: torch.Tensor,
+    kv_lens: torch.Tensor | None,
+    sm_scale: float,
+    fresh: bool,
+) -> None:
+    """Attention of a step. ``fresh``: ``out`` is new memory, in which rows that no request covers become zero."""
+    operator = _OPERATORS[key]
+    arrays = _read(plan_host, stamp)
+    k, v = nhd_views(k, v, operator.spec, operator.kv_layout, operator.page_size)
+    _check_rows("q", q, arrays)
+    _check_pages(k, arrays, operator)
+    if fresh and arrays[Header.NUM_TOKENS] < q.shape[0]:
+        out.zero_()
+    registry.load(operator.backend).attend(
+        Attend(
+            spec=operator.spec,
+            config=operator.config,
+            page_size=operator.page_size,
+            arrays=arrays,
+            plan=plan_device,
+            page_table=page_table,
+            kv_lens=kv_lens,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            lse=lse,
+            sm_scale=sm_scale,
+        )
+    )
+
+
+def _append(
+    key: str,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
+    plan_host: torch.Tensor,
+    plan_device: torch.Tensor,
+    page_table: torch.Tensor,
+    stamp: torch.Tensor,
+    kv_lens: torch.Tensor | None,
+    slots: torch.Tensor | None,
+) -> None:
+    """New keys and values into the slots of their pages."""
+    operator = _OPERATORS[key]
+    assert operator.page_size is not None
+    arrays = _read(plan_host, stamp)
+    k_view, v_view = nhd_views(k_pages, v_pages, operator.spec, operator.kv_layout, operator.page_size)
+    _check_rows("k", k, arrays)
+    _check_pages(k_view, arrays, operator, Header.LARGEST_SLOT if slots is not None else Header.LARGEST_PAGE)
+    registry.load(operator.backend).append(
+        Append(
+            spec=operator.spec,
+            page_size=operator.page_size,
+            arrays=arrays,
+            plan=plan_device,
+            page_table=page_table,
+            kv_lens=kv_lens,
+            slots=slots,
+            k=k.unsqueeze(-2) if operator.spec.latent else k,
+            v=v,
+            k_pages=k_view,
+            v_pages=None if operator.spec.latent else v_view,
+        )
+    )
+
+
+def _copy_pages(backend: str, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    registry.load(backend).copy_pages(pages, source, target)
+
+
+def _merge_states(backend: str, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return registry.load(backend).merge(outs, lses)
+
+
+def _read(plan_host: torch.Tensor, stamp: torch.Tensor) -> PlanArrays:
+    arrays = PlanArrays(plan_host.numpy())
+    if int(stamp) != arrays[Header.GENERATION]:
+        raise StalePlan(
+            f"plan: its buffers have been rewritten since (it is plan {int(stamp)} of them, they hold plan "
+            f"{arrays[Header.GENERATION]}); run a plan before the next one is made into the same buffers"
+        )
+    return arrays
+
+
+def _check_rows(name: str, tensor: torch.Tensor, arrays: PlanArrays) -> None:
+    if tensor.shape[0] < arrays[Header.NUM_ROWS]:
+        raise PlanMismatch(name, expected=f"at least the plan's {arrays[Header.NUM_ROWS]} rows", got=tensor.shape[0])
+
+
+def _check_pages(k: torch.Tensor, arrays: PlanArrays, operator: Operator, word: Header = Header.LARGEST_PAGE) -> None:
+    if operator.page_size is None:
+        if k.shape[0] < arrays[Header.NUM_KEY_ROWS]:
+            raise PlanMismatch("kv", expected=f"at least the plan's {arrays[Header.NUM_KEY_ROWS]} rows", got=k.shape[0])
+    elif arrays[word] >= k.shape[0]:
+        raise PlanMismatch(
+            "kv_pages", expected=f"more than {arrays[word]} pages, the largest page id that the plan uses", got=k.shape[0]
+        )
+
+
+def _nothing_fake(*arguments: object) -> None:
+    return None
+
+
+def _merge_states_fake(backend: str, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+for _name, _implementation, _fake in (
+    ("attend", _attend, _nothing_fake),
+    ("append", _append, _nothing_fake),
+    ("copy_pages", _copy_pages, _nothing_fake),
+    ("merge_states", _merge_states, _merge_states_fake),
+):
+    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sennit::{_name}", _fake, lib=_LIBRARY)

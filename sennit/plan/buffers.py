@@ -1,0 +1,118 @@
+"""Buffers of fixed capacity and address, so that one captured CUDA graph serves every plan that fits them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sennit.errors import CapacityExceeded, InvalidInput
+from sennit.plan.cost import KernelConfig
+from sennit.plan.tensors import Int32Array, Layout
+
+__all__ = ["PlanBuffers"]
+
+
+@dataclass(eq=False)
+class PlanBuffers:
+    """Room for one plan at a time; made by ``BatchAttention.buffers``, given to ``plan(into=...)``.
+
+    Attributes:
+        owner: the ``BatchAttention`` that they belong to.
+        backend: name of the backend of every plan in them.
+        config: configuration of every plan in them.
+        max_requests: requests of a batch.
+        max_rows: query rows.
+        max_pages: page table entries of all requests together.
+        layout: rows that each section has room for.
+        max_partial_rows: rows of partial results that launches reserve.
+        generation: how many plans have been written.
+    """
+
+    owner: str
+    backend: str
+    config: KernelConfig
+    max_requests: int
+    max_rows: int
+    max_pages: int
+    layout: Layout
+    max_partial_rows: int
+    device_array: torch.Tensor
+    generation: int = 0
+    host_array: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.host_array = (
+            self.device_array if self.device_array.device.type == "cpu" else torch.zeros_like(self.device_array, device="cpu")
+        )
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        owner: str,
+        backend: str,
+        config: KernelConfig,
+        group_size: int,
+        max_requests: int,
+        max_tokens: int,
+        max_pages: int,
+        device: torch.device,
+    ) -> PlanBuffers:
+        """Reserve room for every plan of at most these sizes.
+
+        A strand has at most one range of the line a tile and a worker; a cut adds at most two partial items, of at most
+        ``tile_rows`` rows each. Fixed splits may need more; a plan that does not fit is refused.
+        """
+        for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("max_pages", max_pages)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidInput(name, expected="a positive integer", got=repr(value))
+        fewest_rows = min(strand.tile_rows for strand in config.strands)
+        tiles = max_requests + max_tokens * group_size // fewest_rows
+        ranges = config.num_workers * len(config.strands)
+        layout = Layout(
+            segments=max_requests,
+            items=tiles + 3 * ranges,
+            merges=ranges,
+            strands=len(config.strands),
+            workers=config.num_workers,
+            table=max_pages,
+        )
+        return cls(
+            owner=owner,
+            backend=backend,
+            config=config,
+            max_requests=max_requests,
+            max_rows=max_tokens,
+            max_pages=max_pages,
+            layout=layout,
+            max_partial_rows=2 * config.num_workers * sum(strand.tile_rows for strand in config.strands),
+            device_array=torch.zeros(layout.offsets[-1], dtype=torch.int32, device=device),
+        )
+
+    def check(self, needed: Layout, num_rows: int, num_partial_rows: int) -> None:
+        """Raise CapacityExceeded, naming every size that is too large."""
+        sizes = {
+            "max_requests": (needed.segments, self.max_requests),
+            "max_tokens": (num_rows, self.max_rows),
+            "max_pages": (needed.table, self.max_pages),
+            "work items": (needed.items, self.layout.items),
+            "merges": (needed.merges, self.layout.merges),
+            "partial rows": (num_partial_rows, self.max_partial_rows),
+        }
+        over = [f"{name}: {need} needed, {room} there" for name, (need, room) in sizes.items() if need > room]
+        if over:
+            raise CapacityExceeded(
+                f"into: the batch does not fit these buffers ({'; '.join(over)}); nothing was written; "
+                "make larger ones with BatchAttention.buffers(...)"
+            )
+
+    def write(self, array: Int32Array) -> None:
+        """Replace the contents; the copy to a device starts from memory of its own, never from ``host_array``."""
+        self.generation += 1
+        host: Int32Array = self.host_array.numpy()
+        host[: array.size] = array
+        if self.device_array is not self.host_array:
+            staged = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+            self.device_array[: array.size].copy_(staged, non_blocking=True)

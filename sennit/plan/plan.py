@@ -1,0 +1,205 @@
+"""The plan: everything that one launch needs, frozen, made on the host from a batch and a kernel configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sennit.errors import CapacityExceeded, InvalidInput
+from sennit.plan.batch import Batch
+from sennit.plan.buffers import PlanBuffers
+from sennit.plan.cost import FloatArray, KernelConfig, choose_config
+from sennit.plan.integers import INT32_MAX
+from sennit.plan.schedule import Schedule, make_schedule
+from sennit.plan.segments import Segments, from_batch, largest_page
+from sennit.plan.tensors import Header, Layout, PlanTensors, pack
+from sennit.spec import AttentionSpec
+
+__all__ = ["Plan", "make_plan", "plan_features"]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A frozen plan of one step; every layer with the same spec runs it.
+
+    Attributes:
+        owner: the ``BatchAttention`` that it is for: spec, page size, layout and device.
+        key: the operator that runs it: the owner, backend and configuration.
+        spec: what the layers compute.
+        batch: what was planned.
+        page_size: tokens a page, or None for packed keys.
+        backend: name of the backend.
+        config: the configuration chosen.
+        split_size: keys of a fixed chunk, or None.
+        segments: query rows times keys.
+        schedule: work items, merges and predicted loads.
+        tensors: the tensor form.
+    """
+
+    owner: str
+    key: str
+    spec: AttentionSpec
+    batch: Batch
+    page_size: int | None
+    backend: str
+    config: KernelConfig
+    split_size: int | None
+    segments: Segments
+    schedule: Schedule
+    tensors: PlanTensors
+
+    @property
+    def device(self) -> torch.device:
+        """Where the plan runs."""
+        return self.tensors.device.device
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the query tensor must at least have."""
+        return self.batch.num_rows
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        """Shape of the output for a query tensor without further rows."""
+        return self.num_rows, self.spec.num_qo_heads, self.spec.head_dim_vo
+
+    @property
+    def loads(self) -> FloatArray:
+        """Predicted microseconds of each worker, ``[num_workers]``."""
+        loads = self.schedule.loads
+        combined: FloatArray = loads.sum(axis=0) if self.config.combine == "sum" else loads.max(axis=0)
+        return combined
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.batch}, {self.backend}/{self.config.name}, {len(self.schedule.items)} items, "
+            f"{len(self.schedule.merges)} merges, {self.config.num_workers} workers)"
+        )
+
+
+def plan_features(batch: Batch, *, split_size: int | None = None, into: object = None) -> frozenset[str]:
+    """What a backend must be able to do for a plan, beyond its spec."""
+    present = {
+        "paged": batch.pages is not None,
+        "ragged": batch.pages is None,
+        "kv_lens_device": batch.kv_lens_device is not None,
+        "slot_mapping": batch.slot_mapping is not None,
+        "split_size": split_size is not None,
+        "into": into is not None,
+    }
+    return frozenset(name for name, used in present.items() if used)
+
+
+def make_plan(
+    batch: Batch,
+    *,
+    spec: AttentionSpec,
+    owner: str,
+    backend: str,
+    configs: Sequence[KernelConfig],
+    page_size: int | None,
+    device: torch.device,
+    causal: bool | Sequence[bool] = True,
+    split_size: int | None = None,
+    into: PlanBuffers | None = None,
+) -> Plan:
+    """Plan a batch: segments, strands, work items, tensors.
+
+    Args:
+        batch: lengths and tables.
+        spec: what the layers compute.
+        owner: the ``BatchAttention`` that it is for.
+        backend: name of the backend.
+        configs: configurations that the backend offers, in its order of preference.
+        page_size: tokens a page, or None for packed keys.
+        device: where the plan's tensors go.
+        causal: one flag, or one a request.
+        split_size: keys of a fixed chunk.
+        into: buffers of fixed capacity.
+    """
+    segments = from_batch(batch, page_size=page_size, causal=causal)
+    largest = largest_page(batch, page_size) if page_size is not None else -1
+    if largest > INT32_MAX:
+        raise InvalidInput("page table", expected=f"page ids of at most {INT32_MAX}", got=largest)
+    heads = {"group_size": spec.group_size, "num_kv_heads": spec.num_kv_heads}
+    fixed = split_size is not None or into is not None
+    config, strand = choose_config(segments, spec.group_size, spec.num_kv_heads, configs, alone=fixed)
+    schedule = make_schedule(segments, strand, **heads, config=config, split_size=split_size)
+    words = {
+        Header.NUM_ROWS: batch.num_rows,
+        Header.NUM_TOKENS: batch.num_tokens,
+        Header.LARGEST_PAGE: largest,
+        Header.NUM_KEY_ROWS: _key_rows(batch),
+        Header.LARGEST_SLOT: _largest_slot_page(batch, page_size),
+    }
+    tensors = _make_tensors(batch, segments, schedule, config, words, device, into)
+    key = f"{owner}/{backend}/{config.name}"
+    return Plan(owner, key, spec, batch, page_size, backend, config, split_size, segments, schedule, tensors)
+
+
+def _make_tensors(
+    batch: Batch,
+    segments: Segments,
+    schedule: Schedule,
+    config: KernelConfig,
+    words: dict[Header, int],
+    device: torch.device,
+    into: PlanBuffers | None,
+) -> PlanTensors:
+    entries = batch.pages.entries if batch.pages is not None else None
+    table = entries if isinstance(entries, np.ndarray) else None
+    exact = Layout(
+        segments=len(segments),
+        items=len(schedule.items),
+        merges=len(schedule.merges),
+        strands=len(config.strands),
+        workers=config.num_workers,
+        table=0 if table is None else table.size,
+    )
+    if into is None:
+        layout, generation = exact, 0
+    else:
+        if table is None:
+            raise CapacityExceeded(
+                "into: buffers hold the page table, so it must be on the host; got a device tensor or packed keys"
+            )
+        into.check(exact, words[Header.NUM_ROWS], schedule.num_partial_rows)
+        layout, generation = into.layout, into.generation + 1
+    *_, table_at, total = layout.offsets
+    array = np.zeros(total, np.int32)
+    pack(array, layout, segments, schedule, table, words | {Header.GENERATION: generation})
+    if into is None:
+        host = torch.from_numpy(array)
+        on_device = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    else:
+        into.write(array)
+        host, on_device = into.host_array, into.device_array
+    return PlanTensors(
+        host=host,
+        device=on_device,
+        page_table=entries if isinstance(entries, torch.Tensor) else on_device[table_at:],
+        stamp=torch.tensor([generation], dtype=torch.int32),
+        kv_lens=batch.kv_lens_device,
+        slots=_device_slots(batch, device),
+    )
+
+
+def _key_rows(batch: Batch) -> int:
+    if batch.kv_starts is None:
+        return 0
+    return int((batch.kv_starts + batch.kv_lens)[batch.kv_lens > 0].max(initial=0))
+
+
+def _largest_slot_page(batch: Batch, page_size: int | None) -> int:
+    if not isinstance(batch.slot_mapping, np.ndarray) or page_size is None:
+        return -1
+    return int(batch.slot_mapping.max(initial=-1)) // page_size
+
+
+def _device_slots(batch: Batch, device: torch.device) -> torch.Tensor | None:
+    if isinstance(batch.slot_mapping, np.ndarray):
+        return torch.from_numpy(batch.slot_mapping).to(device)
+    return batch.slot_mapping

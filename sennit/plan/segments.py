@@ -1,0 +1,127 @@
+"""Segments, the planner's only input: query rows times a range of keys, checked against pages and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sennit.errors import InvalidInput
+from sennit.plan.batch import Batch
+from sennit.plan.integers import INT32_MAX
+
+__all__ = ["Segments", "from_batch", "largest_page"]
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Arrays of one entry a segment, all int64.
+
+    Row ``i`` of a segment has position ``p = kv_len - q_len + i``; key ``j`` of it has position ``key_offset + j``::
+
+        key 0              p of row 0          p of the last row   (causal)
+        |------ cached ---------|------- new tokens -------|
+        0                  kv_len - q_len                 kv_len
+
+    Attributes:
+        request: index of the request in the batch.
+        q_start: first query row.
+        q_len: query rows.
+        kv_start: first entry in the page table, or first row in packed keys.
+        kv_len: keys; an upper bound where the exact length is on the device.
+        key_offset: position of the segment's first key.
+        causal: 1 where a row sees no key behind its own position.
+    """
+
+    request: Int64Array
+    q_start: Int64Array
+    q_len: Int64Array
+    kv_start: Int64Array
+    kv_len: Int64Array
+    key_offset: Int64Array
+    causal: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.q_len)
+
+
+def from_batch(batch: Batch, *, page_size: int | None, causal: bool | Sequence[bool]) -> Segments:
+    """One segment a request, in the order of the batch.
+
+    Raises:
+        InvalidInput: a page table is too short for its request, a count does not fit 32 bits, or ``causal`` has the
+            wrong length.
+    """
+    count = batch.num_requests
+    if batch.pages is not None:
+        assert page_size is not None
+        needed = -(-batch.kv_lens // page_size)
+        if (needed > batch.pages.widths).any():
+            r = int(np.argmax(needed > batch.pages.widths))
+            raise InvalidInput(
+                "page table",
+                expected=f"{needed[r]} pages of {page_size} for the {batch.kv_lens[r]} keys of request {r}",
+                got=f"{batch.pages.widths[r]} entries",
+            )
+        kv_start = batch.pages.starts
+    else:
+        assert batch.kv_starts is not None
+        kv_start = batch.kv_starts
+    for what, total in (("query rows", batch.num_rows), ("page table entries", int(kv_start.max(initial=0)))):
+        if total > INT32_MAX:
+            raise InvalidInput("batch", expected=f"at most {INT32_MAX} {what}", got=total)
+    return Segments(
+        request=np.arange(count),
+        q_start=batch.q_starts,
+        q_len=batch.q_lens,
+        kv_start=kv_start,
+        kv_len=batch.kv_lens,
+        key_offset=np.zeros(count, np.int64),
+        causal=_causal_flags(causal, count),
+    )
+
+
+def largest_page(batch: Batch, page_size: int) -> int:
+    """Largest page id that a visible key uses (-1: none, or the table is on a device).
+
+    Raises:
+        InvalidInput: a visible page id is negative.
+    """
+    if batch.pages is None or not isinstance(batch.pages.entries, np.ndarray):
+        return -1
+    entries, starts, widths = batch.pages.entries, batch.pages.starts, batch.pages.widths
+    needed = -(-batch.kv_lens // page_size)
+    total = int(needed.sum())
+    if total == 0:
+        return -1
+    if total == entries.size and (needed == widths).all():
+        visible = entries
+    elif entries.size == widths.sum() and len(widths) and (widths == widths[0]).all():
+        matrix = entries.reshape(len(widths), -1)
+        visible = matrix[np.arange(matrix.shape[1]) < needed[:, None]]
+    else:
+        visible = entries[np.repeat(starts - np.cumsum(needed) + needed, needed) + np.arange(total)]
+    if visible.min() < 0:
+        bad = int(np.argmax(visible < 0))
+        r = int(np.searchsorted(np.cumsum(needed), bad, side="right"))
+        raise InvalidInput(
+            f"page table of request {r}",
+            expected=f"page ids of at least 0 in the {needed[r]} entries that its {batch.kv_lens[r]} keys use",
+            got=int(visible[bad]),
+        )
+    return int(visible.max())
+
+
+def _causal_flags(causal: bool | Sequence[bool], count: int) -> Int64Array:
+    if isinstance(causal, (bool, np.bool_)):
+        return np.full(count, int(causal), np.int64)
+    flags = np.asarray(causal)
+    if flags.dtype != np.bool_ and flags.size:
+        raise InvalidInput("causal", expected="a bool, or one bool a request", got=f"dtype {flags.dtype}")
+    if flags.shape != (count,):
+        raise InvalidInput("causal", expected=f"a bool, or {count} bools", got=f"shape {flags.shape}")
+    return flags.astype(np.int64)

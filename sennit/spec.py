@@ -1,0 +1,199 @@
+"""What an attention layer computes: heads, dimensions, dtypes, masks and score changes, as one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass
+from typing import Any
+
+import torch
+
+from sennit.errors import InvalidInput
+
+__all__ = ["AttentionSpec"]
+
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What one attention layer computes. Holds flags and numbers, never tensors; hashable; validates itself.
+
+    Args:
+        num_qo_heads: query (and output) heads.
+        num_kv_heads: key/value heads; divides ``num_qo_heads`` (equal: MHA, 1: MQA, otherwise GQA).
+        head_dim: dimension of queries, keys, values and outputs; or give the next two.
+        head_dim_qk: dimension of queries and keys.
+        head_dim_vo: dimension of values and outputs.
+        dtype: of queries and outputs: bfloat16, float16, float32 or float64.
+        kv_dtype: of stored keys and values; ``dtype`` when left out.
+        latent: V is the first ``head_dim_vo`` columns of K, which is stored alone (see :meth:`mla`).
+        window_left: keys more than this many positions behind a query are hidden; None: no limit. Hugging Face's
+            ``sliding_window`` is ``window_left + 1``.
+        window_right: keys more than this many positions ahead of a query are hidden; None: no limit.
+        num_sink_tokens: the first keys of a sequence that a window never hides.
+        learned_sinks: a learned logit per query head enters the softmax's denominator.
+        alibi: ``alibi_slopes[h] * (j - p)`` is added to the logits.
+        logits_soft_cap: ``cap * tanh(logit / cap)`` is applied to the scaled logits.
+        score_mod: ``f(score, b, h, q_idx, kv_idx) -> score``, FlexAttention's signature.
+        mask_mod: ``f(b, h, q_idx, kv_idx) -> bool``, FlexAttention's signature.
+
+    Raises:
+        InvalidInput: a number is out of range, or dtypes are not floating.
+
+    >>> gqa = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    >>> gqa.group_size, gqa.head_dim_qk, gqa.kv_dtype
+    (4, 128, torch.bfloat16)
+    >>> gqa.replace(num_kv_heads=32).group_size
+    1
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: InitVar[int | None] = None
+    head_dim_qk: int = 0
+    head_dim_vo: int = 0
+    dtype: torch.dtype
+    kv_dtype: torch.dtype = None  # type: ignore[assignment]  # None becomes `dtype`
+    latent: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    num_sink_tokens: int = 0
+    learned_sinks: bool = False
+    alibi: bool = False
+    logits_soft_cap: float | None = None
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+
+    def __post_init__(self, head_dim: int | None) -> None:
+        def fill(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        if head_dim is not None:
+            if self.head_dim_qk or self.head_dim_vo:
+                raise InvalidInput(
+                    "head_dim",
+                    expected="either head_dim, or head_dim_qk and head_dim_vo",
+                    got=f"head_dim={head_dim}, head_dim_qk={self.head_dim_qk}, head_dim_vo={self.head_dim_vo}",
+                )
+            fill("head_dim_qk", head_dim)
+            fill("head_dim_vo", head_dim)
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"):
+            _check_int(name, getattr(self, name), minimum=1)
+        if self.num_qo_heads % self.num_kv_heads:
+            raise InvalidInput(
+                "num_kv_heads",
+                expected=f"a divisor of num_qo_heads={self.num_qo_heads}",
+                got=self.num_kv_heads,
+                hint="every KV head serves the same number of query heads",
+            )
+        if self.kv_dtype is None:
+            fill("kv_dtype", self.dtype)
+        for name in ("dtype", "kv_dtype"):
+            if getattr(self, name) not in QUERY_DTYPES:
+                names = ", ".join(str(d).removeprefix("torch.") for d in QUERY_DTYPES)
+                raise InvalidInput(name, expected=f"one of {names}", got=getattr(self, name))
+        if self.latent and (self.num_kv_heads != 1 or self.head_dim_vo > self.head_dim_qk):
+            raise InvalidInput(
+                "latent",
+                expected="num_kv_heads=1 and head_dim_vo <= head_dim_qk (V is a prefix of K)",
+                got=f"num_kv_heads={self.num_kv_heads}, dims {self.head_dim_qk}/{self.head_dim_vo}",
+                hint="AttentionSpec.mla(...) sets these",
+            )
+        for name in ("window_left", "window_right"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), minimum=0, hint="None means no window")
+        _check_int("num_sink_tokens", self.num_sink_tokens, minimum=0)
+        if self.num_sink_tokens and self.window_left is None:
+            raise InvalidInput(
+                "num_sink_tokens",
+                expected="0 where window_left is None",
+                got=self.num_sink_tokens,
+                hint="sink tokens are the keys that a window never hides; for learned sinks use learned_sinks=True",
+            )
+        if self.logits_soft_cap is not None and not 0 < self.logits_soft_cap < float("inf"):
+            raise InvalidInput(
+                "logits_soft_cap", expected="a positive number", got=self.logits_soft_cap, hint="None means no cap"
+            )
+        for name in ("score_mod", "mask_mod"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise InvalidInput(name, expected="a function", got=type(getattr(self, name)).__name__)
+
+    @classmethod
+    def mla(
+        cls,
+        *,
+        num_qo_heads: int,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+    ) -> AttentionSpec:
+        """Multi-head latent attention with absorbed weights (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+
+        One latent K of ``kv_lora_rank + qk_rope_head_dim`` columns is stored a token, and V is its first
+        ``kv_lora_rank`` columns.
+
+        >>> AttentionSpec.mla(num_qo_heads=128, kv_lora_rank=512, qk_rope_head_dim=64, dtype=torch.bfloat16).head_dim_qk
+        576
+        """
+        _check_int("kv_lora_rank", kv_lora_rank, minimum=1)
+        _check_int("qk_rope_head_dim", qk_rope_head_dim, minimum=0)
+        return cls(
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=1,
+            head_dim_qk=kv_lora_rank + qk_rope_head_dim,
+            head_dim_vo=kv_lora_rank,
+            dtype=dtype,
+            kv_dtype=kv_dtype or dtype,
+            latent=True,
+        )
+
+    def replace(self, **changes: Any) -> AttentionSpec:
+        """Return a copy with some fields changed; ``head_dim=`` sets both dimensions."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if "head_dim" in changes:
+            fields["head_dim_qk"] = fields["head_dim_vo"] = changes.pop("head_dim")
+        if unknown := changes.keys() - fields.keys():
+            raise InvalidInput("replace", expected=f"fields among {', '.join(fields)}", got=", ".join(sorted(unknown)))
+        return AttentionSpec(**(fields | changes))
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def key(self) -> str:
+        """Short text that tells this spec from every other; part of an operator's key."""
+        dtypes = f"{self.dtype}-{self.kv_dtype}".replace("torch.", "")
+        extras = [f"{name}={getattr(self, name)}" for name in sorted(self.features)] + ["latent"] * self.latent
+        heads = f"h{self.num_qo_heads}x{self.num_kv_heads}"
+        return "-".join([heads, f"d{self.head_dim_qk}x{self.head_dim_vo}", dtypes, *extras])
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Names of the fields beyond plain scaled attention that this spec uses; backends accept or refuse each."""
+        plain: dict[str, object] = {
+            "window_left": None,
+            "window_right": None,
+            "num_sink_tokens": 0,
+            "learned_sinks": False,
+            "alibi": False,
+            "logits_soft_cap": None,
+            "score_mod": None,
+            "mask_mod": None,
+        }
+        return frozenset(name for name, default in plain.items() if getattr(self, name) != default)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token's keys and values take in one layer's cache."""
+        columns = self.head_dim_qk + (0 if self.latent else self.head_dim_vo)
+        return int(self.num_kv_heads * columns * self.kv_dtype.itemsize)
+
+
+def _check_int(name: str, value: object, *, minimum: int, hint: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise InvalidInput(name, expected=f"an integer of at least {minimum}", got=repr(value), hint=hint)

@@ -1,0 +1,256 @@
+"""One step over a cache: reserve pages, plan, append and attend layer by layer, then commit, or leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+
+from sennit.attention import BatchAttention
+from sennit.cache.demand import is_integer, pages_for
+from sennit.cache.sequences import Reservation, Sequences
+from sennit.cache.storage import KVStorage, TableMirror, upload
+from sennit.errors import IncompleteStep, InvalidInput, StepClosed, UnsupportedFeature
+from sennit.plan.batch import Batch
+from sennit.plan.buffers import PlanBuffers
+from sennit.plan.plan import Plan
+
+__all__ = ["LayerGroup", "Step", "StepOptions"]
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers whose storage agrees, with the pools and page tables that they share."""
+
+    attentions: tuple[BatchAttention, ...]  # one a layer; layers with equal specs have the same object
+    sequences: Sequences
+    storage: KVStorage
+    mirror: TableMirror
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What ``KVCache.step`` takes beside its requests."""
+
+    causal: bool | Sequence[bool]
+    append: bool
+    split_size: int | None
+    into: PlanBuffers | None
+
+
+@dataclass(frozen=True)
+class _Open:
+    """What an entered step has: its place in the cache, the batch, a plan a layer, and which layers have attended."""
+
+    reservation: Reservation
+    batch: Batch
+    plans: list[Plan]
+    attended: list[bool]
+
+
+class Step:
+    """A step of a :class:`KVCache`, made by ``cache.step(...)`` and used in one ``with`` block.
+
+    Entering the block reserves pages for all requests, or raises with nothing changed. Token rows are packed, requests
+    in the order given. Every layer attends once; leaving the block then makes the new lengths final. An exception in
+    the block, or layers that have not attended, roll everything back: lengths, page tables, free pages and stored
+    content are what they were. (A fault of the device itself is fatal: memory it was writing cannot be trusted.)
+
+    A step into graph buffers in which no layer attends counts as the replay of a captured graph, and commits.
+    """
+
+    def __init__(self, group: LayerGroup, items: Iterable[tuple[int, int]], options: StepOptions) -> None:
+        self._group = group
+        self._items = items
+        self._options = options
+        self._open: _Open | None = None
+        self._used = False
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __enter__(self) -> Step:
+        """Reserve, plan, and enqueue the copies of shared pages that will be written to.
+
+        Raises:
+            StepOpen: another step of the cache is open.
+            StepClosed: this one has been entered before.
+            UnknownSequence, InvalidInput, OutOfPages: see :meth:`KVCache.step`.
+        """
+        if self._used:
+            raise StepClosed("step: it has been entered before; make a new one with cache.step(...)")
+        sequences = self._group.sequences
+        sequences.require_no_step("step")
+        try:
+            self._used = True
+            reservation = sequences.reserve(self._items, append=self._options.append)
+            batch = self._make_batch(reservation)
+            plans = self._make_plans(batch)
+            self._copy_shared_pages(reservation)
+            self._open = _Open(reservation, batch, plans, [False] * len(plans))
+            return self
+        except BaseException:
+            self._open = None
+            sequences.rollback()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Commit, or roll back.
+
+        Raises:
+            IncompleteStep: a layer has not attended; the step is rolled back.
+        """
+        try:
+            if kind is None:
+                self._require_complete()
+                self._group.sequences.commit()
+        finally:
+            self._open = self._rows = None
+            self._group.sequences.rollback()  # of no effect after a commit
+
+    @property
+    def batch(self) -> Batch:
+        """Lengths and page tables of this step. Raises :class:`StepClosed` outside the block, as all of these do."""
+        return self._require_open("batch").batch
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the query tensor: the tokens of all requests."""
+        return self._require_open("num_tokens").batch.num_tokens
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[num_tokens]`` on the device: row ``i`` of a request is at ``kv_len - q_len + i``."""
+        return self._row_tensors("positions")[0]
+
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """int64 ``[requests with tokens]`` on the device: the row of each one's last token, to sample from."""
+        return self._row_tensors("last_rows")[1]
+
+    def plan(self, layer: int) -> Plan:
+        """The plan that a layer runs; layers with equal specs have the same. Raises as :meth:`attend` does."""
+        return self._require_open("plan").plans[self._layer(layer)]
+
+    @overload
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor | None = ..., v: torch.Tensor | None = ...,
+        *, sm_scale: float | None = ..., return_lse: Literal[False] = ..., **options: Any,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor | None = ..., v: torch.Tensor | None = ...,
+        *, sm_scale: float | None = ..., return_lse: Literal[True], **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        *,
+        sm_scale: float | None = None,
+        return_lse: bool = False,
+        **options: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Store a layer's new keys and values, then compute its attention.
+
+        Args:
+            layer: 0 to ``num_layers - 1``; each attends once, in any order.
+            q: ``[num_tokens, num_qo_heads, head_dim_qk]``; more rows are allowed and give zeros.
+            k: ``[num_tokens, num_kv_heads, head_dim_qk]``, or ``[num_tokens, head_dim_qk]`` where the spec is latent;
+                None in a step with ``append=False``.
+            v: ``[num_tokens, num_kv_heads, head_dim_vo]``; None where the spec is latent or with ``append=False``.
+            sm_scale: factor of the logits; required.
+            return_lse: return the log-sum-exp too.
+            options: further keywords of :meth:`BatchAttention.run`.
+
+        Returns:
+            ``[num_tokens, num_qo_heads, head_dim_vo]``, or that and the LSE, float32 ``[num_tokens, num_qo_heads]``.
+
+        Raises:
+            StepClosed: outside the step's block.
+            InvalidInput: no such layer, it has attended in this step, or a tensor is wrong or missing.
+        """
+        state, index = self._require_open("attend"), self._layer(layer)
+        if state.attended[index]:
+            raise InvalidInput("layer", expected="one that has not attended in this step", got=layer)
+        attention, pools = self._group.attentions[index], self._group.storage.pools(index)
+        if self._options.append:
+            if k is None:
+                raise InvalidInput(
+                    "k", expected="the keys of this step's tokens", got=None, hint="or step(append=False)"
+                )
+            attention.append(state.plans[index], k, v, pools)
+        elif k is not None or v is not None:
+            raise InvalidInput("k, v", expected="None in a step with append=False", got="tensors")
+        out = attention.run(state.plans[index], q, pools, sm_scale=sm_scale, return_lse=return_lse, **options)
+        state.attended[index] = True
+        return out
+
+    def _make_batch(self, reservation: Reservation) -> Batch:
+        """The batch over the live table rows, on the device where it has its own copy of the tables."""
+        group, slots, width = self._group, reservation.slots, reservation.max_pages
+        starts = np.append(0, np.cumsum(reservation.q_lens))
+        if self._options.into is not None:  # buffers hold a host table, and have room for pages, not for padding
+            counts = pages_for(reservation.kv_lens, group.sequences.page_size)
+            used = np.arange(width) < counts[:, None]
+            return Batch.csr(
+                qo_indptr=starts,
+                kv_lens=reservation.kv_lens,
+                kv_indptr=np.append(0, np.cumsum(counts)),
+                kv_indices=group.sequences.tables.pages[slots, :width][used],
+            )
+        on_host = group.storage.buffer.device.type == "cpu"
+        tables = group.sequences.tables
+        table = tables.pages[slots, :width] if on_host else group.mirror.rows(tables, slots, width)
+        return Batch.padded(query_start_loc=starts, seq_lens=reservation.kv_lens, block_table=table)
+
+    def _make_plans(self, batch: Batch) -> list[Plan]:
+        options = self._options
+        plans = {
+            attention: attention.plan(batch, causal=options.causal, split_size=options.split_size, into=options.into)
+            for attention in dict.fromkeys(self._group.attentions)
+        }
+        return [plans[attention] for attention in self._group.attentions]
+
+    def _copy_shared_pages(self, reservation: Reservation) -> None:
+        if len(reservation.copy_src):
+            for layer, attention in enumerate(self._group.attentions):
+                attention.copy_pages(reservation.copy_src, reservation.copy_dst, self._group.storage.pools(layer))
+
+    def _require_open(self, what: str) -> _Open:
+        if self._open is None:
+            raise StepClosed(f"{what}: the step is not open; use it inside `with cache.step(...) as step:`")
+        return self._open
+
+    def _require_complete(self) -> None:
+        attended = self._require_open("step").attended
+        missing = [layer for layer, done in enumerate(attended) if not done]
+        if missing and not (self._options.into is not None and not any(attended)):
+            raise IncompleteStep(
+                f"layers {', '.join(map(str, missing))} of {len(attended)} did not attend before the step ended, so it "
+                "was rolled back; call step.attend once for every layer"
+            )
+
+    def _layer(self, layer: int) -> int:
+        count = len(self._group.attentions)
+        if not is_integer(layer) or not 0 <= layer < count:
+            raise InvalidInput("layer", expected=f"an integer from 0 to {count - 1}", got=repr(layer))
+        return layer
+
+    def _row_tensors(self, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and last rows, sent to the device together when first asked for."""
+        batch = self._require_open(what).batch
+        if self._rows is None:
+            ends = np.cumsum(batch.q_lens)
+            positions = np.repeat(batch.kv_lens - ends, batch.q_lens) + np.arange(batch.num_tokens)
+            rows = upload(np.concatenate([positions, ends[batch.q_lens > 0] - 1]), self._group.storage.buffer.device)
+            self._rows = rows[: len(positions)], rows[len(positions) :]
+        return self._rows
