@@ -21,6 +21,7 @@ from sennit.errors import (
     UnsupportedFeature,
     UnsupportedModel,
 )
+from sennit.kvcache import KVCache
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.plan import Plan
@@ -38,6 +39,7 @@ __all__ = [
     "FetchFailed",
     "IncompleteStep",
     "InvalidInput",
+    "KVCache",
     "ModelNotFound",
     "OutOfPages",
     "Plan",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
 from sennit import ops
 from sennit.backends import registry
-from sennit.errors import BackendUnavailable, InvalidInput, PlanMismatch, UnsupportedFeature
+from sennit.errors import InvalidInput, PlanMismatch, UnsupportedFeature
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.integers import host_integers
@@ -18,7 +18,23 @@ from sennit.plan.plan import Plan, make_plan, plan_features
 from sennit.pools import KVLayout, split_pools
 from sennit.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["BatchAttention", "merge_states"]
+
+
+class RunOptions(TypedDict, total=False):
+    """Keywords of :meth:`BatchAttention.run` that do not decide what it returns."""
+
+    sm_scale: float | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    captures: dict[str, torch.Tensor] | None
+    k_scale: float | torch.Tensor | None
+    v_scale: float | torch.Tensor | None
 
 
 class BatchAttention:
@@ -110,13 +126,19 @@ class BatchAttention:
             CapacityExceeded: it does not fit ``into``, which is then unchanged.
         """
         if not isinstance(batch, Batch):
-            raise InvalidInput("batch", expected="a Batch", got=type(batch).__name__, hint="see Batch.csr, .padded, .ragged")
+            raise InvalidInput(
+                "batch", expected="a Batch", got=type(batch).__name__, hint="see Batch.csr, .padded, .ragged"
+            )
         for name, value in (("tree", tree), ("packed_mask", packed_mask)):
             if value is not None:
                 raise UnsupportedFeature(name, "no backend of this release has it")
         if batch.pages is not None and self.page_size is None:
-            raise InvalidInput("batch", expected="packed keys (Batch.ragged)", got="pages", hint="give page_size= to BatchAttention")
-        if split_size is not None and (not isinstance(split_size, int) or isinstance(split_size, bool) or split_size < 1):
+            raise InvalidInput(
+                "batch", expected="packed keys (Batch.ragged)", got="pages", hint="give page_size= to BatchAttention"
+            )
+        if split_size is not None and (
+            not isinstance(split_size, int) or isinstance(split_size, bool) or split_size < 1
+        ):
             raise InvalidInput("split_size", expected="a positive number of keys, or None", got=repr(split_size))
         for name, tensor in (
             ("page table", batch.pages.entries if batch.pages else None),
@@ -147,7 +169,7 @@ class BatchAttention:
         return plan
 
     def buffers(self, *, max_requests: int, max_tokens: int, max_pages: int) -> PlanBuffers:
-        """Buffers of fixed address and capacity for ``plan(into=...)``, so that one CUDA graph serves every plan in them.
+        """Buffers of fixed address and capacity for ``plan(into=...)``: one CUDA graph serves every plan in them.
 
         Args:
             max_requests: requests of a batch.
@@ -175,8 +197,8 @@ class BatchAttention:
 
         Args:
             plan: the step's plan.
-            k: ``[rows, num_kv_heads, head_dim_qk]`` of ``kv_dtype``, rows as in the query tensor; ``[rows, head_dim_qk]``
-                where the spec is latent.
+            k: ``[rows, num_kv_heads, head_dim_qk]`` of ``kv_dtype``, rows as in the query tensor; where the spec is
+                latent ``[rows, head_dim_qk]``.
             v: ``[rows, num_kv_heads, head_dim_vo]``; None where the spec is latent.
             kv_pages: see :meth:`run`.
 
@@ -190,7 +212,9 @@ class BatchAttention:
         spec = self.spec
         if spec.latent and v is not None:
             raise InvalidInput("v", expected="None: V is a prefix of K", got=f"a tensor of shape {tuple(v.shape)}")
-        self._check_rows("k", k, (spec.head_dim_qk,) if spec.latent else (spec.num_kv_heads, spec.head_dim_qk), spec.kv_dtype)
+        self._check_rows(
+            "k", k, (spec.head_dim_qk,) if spec.latent else (spec.num_kv_heads, spec.head_dim_qk), spec.kv_dtype
+        )
         if not spec.latent:
             self._check_rows("v", v, (spec.num_kv_heads, spec.head_dim_vo), spec.kv_dtype)
             assert v is not None
@@ -204,17 +228,17 @@ class BatchAttention:
 
     @overload
     def run(
-        self, plan: Plan, q: torch.Tensor, kv: Any, *, sm_scale: float | None = ..., return_lse: Literal[False] = ..., **options: Any
+        self, plan: Plan, q: torch.Tensor, kv: Any, *, return_lse: Literal[False] = ..., **options: Unpack[RunOptions]
     ) -> torch.Tensor: ...
 
     @overload
     def run(
-        self, plan: Plan, q: torch.Tensor, kv: Any, *, sm_scale: float | None = ..., return_lse: Literal[True], **options: Any
+        self, plan: Plan, q: torch.Tensor, kv: Any, *, return_lse: Literal[True], **options: Unpack[RunOptions]
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @overload
     def run(
-        self, plan: Plan, q: torch.Tensor, kv: Any, *, sm_scale: float | None = ..., return_lse: bool, **options: Any
+        self, plan: Plan, q: torch.Tensor, kv: Any, *, return_lse: bool, **options: Unpack[RunOptions]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
@@ -337,8 +361,8 @@ class BatchAttention:
                 "sm_scale",
                 expected="a number",
                 got="nothing",
-                hint=f"usually head_dim ** -0.5, here {self.spec.head_dim_qk**-0.5:.6g}, but not with MLA's absorbed weights, "
-                "where it is (qk_nope_head_dim + qk_rope_head_dim) ** -0.5; transformers keeps it in module.scaling",
+                hint=f"usually head_dim ** -0.5, here {self.spec.head_dim_qk**-0.5:.6g}, but with MLA's absorbed "
+                "weights it is (qk_nope_head_dim + qk_rope_head_dim) ** -0.5; transformers keeps it in module.scaling",
             )
         if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)) or not math.isfinite(sm_scale):
             raise InvalidInput("sm_scale", expected="a finite number", got=repr(sm_scale))
@@ -361,7 +385,11 @@ class BatchAttention:
     ) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise InvalidInput(name, expected="a tensor", got=type(tensor).__name__)
-        if tuple(tensor.shape[1:]) != shape or tensor.dim() != len(shape) + 1 or (rows is not None and tensor.shape[0] != rows):
+        if (
+            tuple(tensor.shape[1:]) != shape
+            or tensor.dim() != len(shape) + 1
+            or (rows is not None and tensor.shape[0] != rows)
+        ):
             wanted = ", ".join(map(str, ("rows" if rows is None else rows, *shape)))
             raise InvalidInput(name, expected=f"shape [{wanted}]", got=tuple(tensor.shape))
         if tensor.dtype != dtype:
@@ -389,7 +417,9 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidInput("device", expected="a torch device", got=repr(device), hint=str(error).split("\n")[0]) from None
+        raise InvalidInput(
+            "device", expected="a torch device", got=repr(device), hint=str(error).split("\n")[0]
+        ) from None
     if resolved.type == "cuda":
         count = torch.cuda.device_count()
         if (resolved.index or 0) >= count:

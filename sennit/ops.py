@@ -114,7 +114,7 @@ def _append(
     arrays = _read(plan_host, stamp)
     k_view, v_view = nhd_views(k_pages, v_pages, operator.spec, operator.kv_layout, operator.page_size)
     _check_rows("k", k, arrays)
-    _check_pages(k_view, arrays, operator, Header.LARGEST_SLOT if slots is not None else Header.LARGEST_PAGE)
+    _check_pages(k_view, arrays, operator, Header.LARGEST_SLOT_PAGE if slots is not None else Header.LARGEST_PAGE)
     registry.load(operator.backend).append(
         Append(
             spec=operator.spec,
@@ -161,7 +161,9 @@ def _check_pages(k: torch.Tensor, arrays: PlanArrays, operator: Operator, word: 
             raise PlanMismatch("kv", expected=f"at least the plan's {arrays[Header.NUM_KEY_ROWS]} rows", got=k.shape[0])
     elif arrays[word] >= k.shape[0]:
         raise PlanMismatch(
-            "kv_pages", expected=f"more than {arrays[word]} pages, the largest page id that the plan uses", got=k.shape[0]
+            "kv_pages",
+            expected=f"more than {arrays[word]} pages, the largest page id that the plan uses",
+            got=k.shape[0],
         )
 
 

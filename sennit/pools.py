@@ -53,7 +53,9 @@ def split_pools(name: str, kv: object, spec: AttentionSpec, *, paged: bool) -> t
     for part, tensor, columns in (("k", k, spec.head_dim_qk), ("v", v, spec.head_dim_vo)):
         _check_tensor(f"{name}: {part}", tensor, spec, ndim=4 if paged else 3, columns=columns)
     if k.shape[:-1] != v.shape[:-1]:
-        raise InvalidInput(f"{name}: v", expected=f"the shape of k but for the last dimension, {tuple(k.shape)}", got=tuple(v.shape))
+        raise InvalidInput(
+            f"{name}: v", expected=f"the shape of k but for the last dimension, {tuple(k.shape)}", got=tuple(v.shape)
+        )
     return k, v
 
 

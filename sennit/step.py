@@ -14,7 +14,7 @@ from sennit.attention import BatchAttention
 from sennit.cache.demand import is_integer, pages_for
 from sennit.cache.sequences import Reservation, Sequences
 from sennit.cache.storage import KVStorage, TableMirror, upload
-from sennit.errors import IncompleteStep, InvalidInput, StepClosed, UnsupportedFeature
+from sennit.errors import IncompleteStep, InvalidInput, StepClosed
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.plan import Plan
@@ -148,6 +148,12 @@ class Step:
         *, sm_scale: float | None = ..., return_lse: Literal[True], **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
+    @overload
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor | None = ..., v: torch.Tensor | None = ...,
+        *, sm_scale: float | None = ..., return_lse: bool, **options: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
     def attend(
         self,
         layer: int,
@@ -194,6 +200,11 @@ class Step:
         state.attended[index] = True
         return out
 
+    @property
+    def _host_tables(self) -> bool:
+        """Whether the device reads the host's tables, so that it needs no copy of its own."""
+        return self._group.storage.buffer.device.type == "cpu"
+
     def _make_batch(self, reservation: Reservation) -> Batch:
         """The batch over the live table rows, on the device where it has its own copy of the tables."""
         group, slots, width = self._group, reservation.slots, reservation.max_pages
@@ -207,9 +218,8 @@ class Step:
                 kv_indptr=np.append(0, np.cumsum(counts)),
                 kv_indices=group.sequences.tables.pages[slots, :width][used],
             )
-        on_host = group.storage.buffer.device.type == "cpu"
         tables = group.sequences.tables
-        table = tables.pages[slots, :width] if on_host else group.mirror.rows(tables, slots, width)
+        table = tables.pages[slots, :width] if self._host_tables else group.mirror.rows(tables, slots, width)
         return Batch.padded(query_start_loc=starts, seq_lens=reservation.kv_lens, block_table=table)
 
     def _make_plans(self, batch: Batch) -> list[Plan]:

@@ -104,7 +104,10 @@ def make_problem(
     q = torch.full((rows, spec.num_qo_heads, spec.head_dim_qk), torch.nan, dtype=spec.dtype, device=device)
     for start, q_len in zip(q_starts, q_lens, strict=True):
         q[start : start + q_len] = normal(q_len, spec.num_qo_heads, spec.head_dim_qk, dtype=spec.dtype)
-    lengths = {"qo_indptr": _cast(np.append(0, np.cumsum(q_lens, dtype=np.int64)), length_dtype), "kv_lens": _cast(kv_lens, length_dtype)}
+    lengths = {
+        "qo_indptr": _cast(np.append(0, np.cumsum(q_lens, dtype=np.int64)), length_dtype),
+        "kv_lens": _cast(kv_lens, length_dtype),
+    }
     starts = q_starts if gaps else None
     if page_size is None:
         batch, kv = _packed(rng, spec, lengths, starts, keys, values)
@@ -127,7 +130,9 @@ def random_problem(
     kv_heads = int(rng.integers(1, 4))
     group = int(rng.choice([1, 2, 3, 4, 5, 7, 8, 16]))
     if rng.random() < 0.15:
-        spec = AttentionSpec.mla(num_qo_heads=group, kv_lora_rank=int(rng.choice([8, 16, 24])), qk_rope_head_dim=8, dtype=dtype)
+        spec = AttentionSpec.mla(
+            num_qo_heads=group, kv_lora_rank=int(rng.choice([8, 16, 24])), qk_rope_head_dim=8, dtype=dtype
+        )
     else:
         dim = int(rng.choice([4, 8, 16, 20]))
         dim_vo = int(rng.choice([dim, 8, 12]))
@@ -135,9 +140,13 @@ def random_problem(
             num_qo_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim_qk=dim, head_dim_vo=dim_vo, dtype=dtype
         )
     count = int(rng.integers(0, max_requests + 1))
-    kv_lens = [int(rng.choice([0, 1, rng.integers(0, max_tokens)])) for _ in range(count)]
-    q_lens = [int(rng.choice([0, 1, rng.integers(0, n + 4), rng.integers(0, 6)])) for n in kv_lens]
-    pools = ["pair", "strided"] if spec.latent or spec.head_dim_qk != spec.head_dim_vo else ["pair", "strided", "interleaved"]
+    kv_lens = [int(rng.choice([0, 1, int(rng.integers(0, max_tokens))])) for _ in range(count)]
+    q_lens = [int(rng.choice([0, 1, int(rng.integers(0, n + 4)), int(rng.integers(0, 6))])) for n in kv_lens]
+    pools = (
+        ["pair", "strided"]
+        if spec.latent or spec.head_dim_qk != spec.head_dim_vo
+        else ["pair", "strided", "interleaved"]
+    )
     lengths_fit = [d for d in LENGTH_DTYPES if np.iinfo(d).max >= max(sum(q_lens), max(kv_lens, default=0))]
     return make_problem(
         rng,
@@ -187,7 +196,9 @@ def _packed(
         for start, tensor in zip(indptr, tensors, strict=False):
             rows[start : start + len(tensor)] = tensor
         packed.append(rows)
-    batch = Batch.ragged(qo_indptr=lengths["qo_indptr"], kv_indptr=indptr, kv_lens=lengths["kv_lens"], qo_starts=q_starts)
+    batch = Batch.ragged(
+        qo_indptr=lengths["qo_indptr"], kv_indptr=indptr, kv_lens=lengths["kv_lens"], qo_starts=q_starts
+    )
     return batch, packed[0][:, 0] if spec.latent else tuple(packed)
 
 

@@ -22,7 +22,7 @@ LENGTH_HINT = "lengths are host integers: keep a copy on the CPU, or give upper 
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Page ids of all requests in one flat array: request ``r`` reads ``entries[starts[r] : starts[r] + widths[r]]``."""
+    """Page ids of all requests in one array: request ``r`` reads ``entries[starts[r] : starts[r] + widths[r]]``."""
 
     entries: IntArray | torch.Tensor  # [entries]; a NumPy array, or an int32 tensor on a device
     starts: Int64Array  # [num_requests]
@@ -41,7 +41,7 @@ class Batch:
         pages: the page table, or None where keys and values are packed tensors.
         kv_starts: int64 ``[num_requests]``, first row of each in packed keys and values, or None.
         kv_lens_device: int32 ``[num_requests]`` tensor of exact lengths, or None where ``kv_lens`` are exact.
-        slot_mapping: int64 ``[rows]``, slot ``page * page_size + offset`` of every row for ``append``, -1 to skip a row;
+        slot_mapping: int64 ``[rows]``, slot ``page * page_size + offset`` of every row for ``append``, -1 to skip one;
             None derives them from the page table.
     """
 
@@ -215,6 +215,10 @@ class Batch:
         """Rows that the query tensor must at least have."""
         return int((self.q_starts + self.q_lens).max(initial=0))
 
+    def pages_needed(self, page_size: int) -> Int64Array:
+        """Pages that the visible keys of each request take, int64 ``[num_requests]``."""
+        return -(-self.kv_lens // page_size)
+
     def __str__(self) -> str:
         return format_lengths(self.q_lens.tolist(), self.kv_lens.tolist())
 
@@ -274,7 +278,9 @@ def _page_ids(name: str, value: Any, *, ndim: int) -> IntArray | torch.Tensor:
         return host_integers(name, value, ndim=ndim)
     if value.dtype not in (torch.int32, torch.int64) or value.dim() != ndim:
         raise InvalidInput(
-            name, expected=f"{ndim} dimensions of int32 (or int64) on a device", got=f"{value.dtype} {tuple(value.shape)}"
+            name,
+            expected=f"{ndim} dimensions of int32 (or int64) on a device",
+            got=f"{value.dtype} {tuple(value.shape)}",
         )
     return value.to(torch.int32)  # type: ignore[no-any-return]
 

@@ -44,7 +44,9 @@ class PlanBuffers:
 
     def __post_init__(self) -> None:
         self.host_array = (
-            self.device_array if self.device_array.device.type == "cpu" else torch.zeros_like(self.device_array, device="cpu")
+            self.device_array
+            if self.device_array.device.type == "cpu"
+            else torch.zeros_like(self.device_array, device="cpu")
         )
 
     @classmethod

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from sennit.plan.segments import Segments
 
-__all__ = ["KernelConfig", "Strand", "choose_config", "place"]
+__all__ = ["KernelConfig", "Strand", "choose_config", "place", "prefix_sums"]
 
 FloatArray = npt.NDArray[np.float64]
+_Number = TypeVar("_Number", bound="np.integer[Any] | np.floating[Any]")
+
+WORTH_DIVIDING = 0.97
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,33 @@ class KernelConfig:
     num_workers: int
     combine: Literal["sum", "max"] = "sum"
 
+    @cached_property
+    def columns(self) -> FloatArray:
+        """Tile rows, key step, item, step and memory time of the strands: ``[5, strands, 1]``."""
+        rows = [[s.tile_rows, s.key_step, s.item_time, s.step_time, s.memory_time] for s in self.strands]
+        columns: FloatArray = np.array(rows).T[:, :, None]
+        return columns
 
-def segment_times(
-    segments: Segments, group_size: int, num_kv_heads: int, strand: Strand
-) -> tuple[FloatArray, FloatArray]:
-    """Time ``[segments]`` of each segment on a strand, all tiles and KV heads together, and its time on the memory bus."""
-    tiles = -(-(segments.q_len * group_size) // strand.tile_rows)
-    # Under causality the rows of tile t see, on average, half of the new keys that other tiles see.
-    hidden = segments.causal * segments.q_len * (1 - 1 / np.maximum(tiles, 1)) / 2
-    steps = np.ceil(np.maximum(segments.kv_len - hidden, 0) / strand.key_step)
-    heads = tiles * num_kv_heads
-    return heads * (strand.item_time + steps * strand.step_time), heads * steps * strand.memory_time
+
+def prefix_sums(values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+    """``[0, v0, v0 + v1, ...]``, one entry longer than ``values``."""
+    sums = np.zeros(len(values) + 1, values.dtype)
+    values.cumsum(out=sums[1:])
+    return sums
+
+
+def segment_times(segments: Segments, group_size: int, num_kv_heads: int, config: KernelConfig) -> FloatArray:
+    """Times ``[2, strands, segments]``, on a worker and on the memory bus, of all tiles and heads of a segment."""
+    tile_rows, key_step, item_time, step_time, memory_time = config.columns
+    tiles = np.ceil(segments.q_len * group_size / tile_rows)
+    # Under causality the rows of a tile see, on average, half of the new keys that other tiles see.
+    hidden = segments.causal * segments.q_len * (0.5 - 0.5 / np.maximum(tiles, 1))
+    steps = np.ceil(np.maximum(segments.kv_len - hidden, 0) / key_step)
+    tiles *= num_kv_heads
+    times = np.empty((2, *steps.shape))
+    times[0] = tiles * (item_time + steps * step_time)
+    times[1] = tiles * steps * memory_time
+    return times
 
 
 def place(
@@ -92,36 +112,28 @@ def place(
     Returns:
         ``(strand [segments], time)``, where ``time`` is the predicted makespan before any imbalance.
     """
-    both = [segment_times(segments, group_size, num_kv_heads, strand) for strand in config.strands]
-    if len(both) == 1:
-        return np.zeros(len(segments), np.int64), float(both[0][0].sum()) / config.num_workers
-    (first, first_bus), (second, second_bus) = both
-    strand = (second < first).astype(np.int64)
+    times = segment_times(segments, group_size, num_kv_heads, config)
+    if len(config.strands) == 1:
+        return np.zeros(len(segments), np.int64), float(times[0].sum()) / config.num_workers
+    strand = (times[0, 1] < times[0, 0]).astype(np.int64)
     if config.combine == "sum":
-        return strand, float(np.minimum(first, second).sum()) / config.num_workers
-    if not alone:
-        order = np.argsort(first / np.maximum(second, 1e-9), kind="stable")
-        load = _prefix(first[order])
-        other = _suffix(second[order])
-        bus = _prefix(first_bus[order]) + _suffix(second_bus[order])
-        count = int(np.argmin(np.maximum(np.maximum(load, other), bus)))
-        strand = np.ones(len(segments), np.int64)
-        strand[order[:count]] = 0
-    on_first = strand == 0
-    loads = (
-        first[on_first].sum(),
-        second[~on_first].sum(),
-        np.where(on_first, first_bus, second_bus).sum(),
-    )
-    return strand, float(max(loads)) / config.num_workers
-
-
-def _prefix(times: FloatArray) -> FloatArray:
-    return np.append(0.0, np.cumsum(times))
-
-
-def _suffix(times: FloatArray) -> FloatArray:
-    return times.sum() - _prefix(times)
+        return strand, float(times[0].min(axis=0).sum()) / config.num_workers
+    preference = times[0, 0] / np.maximum(times[0, 1], 1e-9)
+    order = preference.argsort(kind="stable")
+    before = np.zeros((2, 2, len(segments) + 1))
+    times[:, :, order].cumsum(axis=2, out=before[:, :, 1:])
+    # fullest[n]: the makespan if the first n segments in that order take the first strand, and the others the second.
+    (first, second), (first_bus, second_bus) = before
+    fullest = np.maximum(np.maximum(first, second[-1] - second), first_bus + second_bus[-1] - second_bus)
+    preferred = int(preference[order].searchsorted(1.0, side="right"))
+    if alone:
+        return strand, float(fullest[preferred]) / config.num_workers
+    count = int(fullest.argmin())
+    # A second strand brings more cuts and merges than are counted here.
+    if fullest[count] < WORTH_DIVIDING * fullest[preferred]:
+        strand[order[:count]], strand[order[count:]] = 0, 1
+        preferred = count
+    return strand, float(fullest[preferred]) / config.num_workers
 
 
 def choose_config(

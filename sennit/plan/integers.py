@@ -43,7 +43,9 @@ def host_integers(name: str, value: object, *, ndim: int = 1, hint: str = "") ->
         try:
             array = np.asarray(value)
         except ValueError as error:
-            raise InvalidInput(name, expected="a rectangular array of integers", got=f"nested lists ({error})") from None
+            raise InvalidInput(
+                name, expected="a rectangular array of integers", got=f"nested lists ({error})"
+            ) from None
         described = str(array.dtype)
     if array.size == 0 and not isinstance(value, (np.ndarray, torch.Tensor)):
         array = array.astype(np.int64)  # an empty list has no dtype of its own
@@ -54,5 +56,6 @@ def host_integers(name: str, value: object, *, ndim: int = 1, hint: str = "") ->
     if array.dtype == np.uint64:
         if array.size and array.max() > np.iinfo(np.int64).max:
             raise InvalidInput(name, expected="values that fit int64", got=int(array.max()))
-        return array.astype(np.int64)
-    return array.copy()
+        array = array.astype(np.int64)
+    copy: IntArray = array.copy()
+    return copy

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sennit.plan.cost import FloatArray, Strand
+from sennit.plan.cost import FloatArray, Strand, prefix_sums
 from sennit.plan.segments import Segments
 
 __all__ = ["Line", "balance", "concatenate", "make_line"]
 
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
-POLISH_ABOVE = 1.01  # imbalance (max over mean) above which cuts are moved one by one
-POLISH_PASSES = 12
+COARSE_UNITS = 48  # units a worker below which single units are worth moving
+MAX_PASSES = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +41,8 @@ class Line:
     num_rows: Int64Array
     key_start: Int64Array
     key_end: Int64Array
-    chunks: Int64Array  # chunks of the block's tile; above 1 every item of the block is a partial result
-    first_chunk: npt.NDArray[np.bool_]
+    chunk: Int64Array  # index of the block among the chunks of its tile
+    num_chunks: Int64Array  # above 1 every item of the block is a partial result
     key_step: Int64Array
     head_units: Int64Array
     base_time: FloatArray
@@ -48,19 +51,24 @@ class Line:
     num_heads: int
     divisible: bool
 
-    def __post_init__(self) -> None:
-        head_time = self.base_time + self.head_units * self.unit_time
-        for name, sizes in (("unit_start", self.head_units), ("time_start", head_time)):
-            object.__setattr__(self, name, np.append(0, np.cumsum(sizes * self.num_heads)))
-        object.__setattr__(self, "head_time", head_time)
-
-    # Set once from the fields above: prefix sums over blocks, with the total as last entry.
-    unit_start: Int64Array = None  # type: ignore[assignment]
-    time_start: FloatArray = None  # type: ignore[assignment]
-    head_time: FloatArray = None  # type: ignore[assignment]
-
     def __len__(self) -> int:
         return len(self.segment)
+
+    @cached_property
+    def head_time(self) -> FloatArray:
+        """Time of one undivided head of each block."""
+        time: FloatArray = self.base_time + self.head_units * self.unit_time
+        return time
+
+    @cached_property
+    def unit_start(self) -> Int64Array:
+        """First unit of each block, and the line's length."""
+        return prefix_sums(self.head_units * self.num_heads)
+
+    @cached_property
+    def time_start(self) -> FloatArray:
+        """Time at which each block begins, and the whole."""
+        return prefix_sums(self.head_time * self.num_heads)
 
     @property
     def num_units(self) -> int:
@@ -68,48 +76,44 @@ class Line:
         return int(self.unit_start[-1])
 
     def block_at(self, unit: Int64Array) -> Int64Array:
-        """Block that holds a unit; the end of the line belongs to the last."""
-        return np.minimum(np.searchsorted(self.unit_start, unit, side="right") - 1, len(self) - 1)
+        """Block that holds each unit."""
+        return self.unit_start[1:-1].searchsorted(unit, side="right")
 
     def unit_at(self, time: FloatArray) -> Int64Array:
-        """Unit boundary nearest to a time."""
-        block = np.clip(np.searchsorted(self.time_start, time, side="right") - 1, 0, len(self) - 1)
-        head, rest = np.divmod(time - self.time_start[block], self.head_time[block])
-        units, unit_time = self.head_units[block], self.unit_time[block]
-        # Without units of time, or undivided, a head is cut at its nearer end.
-        span = np.where(unit_time > 0, unit_time, 1.0)
-        within = np.where(unit_time > 0, np.rint((rest - self.base_time[block]) / span), np.rint(rest / self.head_time[block]))
-        unit = self.unit_start[block] + head.astype(np.int64) * units + np.clip(within, 0, units).astype(np.int64)
-        return np.minimum(unit, self.num_units)
+        """Unit boundary nearest to each time."""
+        block = self.time_start[1:-1].searchsorted(time, side="right")
+        head_time = self.head_time[block]
+        head, rest = np.divmod(time - self.time_start[block], head_time)
+        # Both ends of a head are boundaries; in between, the base time comes before the first unit.
+        inside = (rest - self.base_time[block]) / self.unit_time[block] if self.divisible else rest / head_time
+        units = self.head_units[block]
+        within = np.minimum(np.maximum(np.rint(inside), 0), units)
+        return self.unit_start[block] + (head * units + within).astype(np.int64)
 
     def times_between(self, start: Int64Array, end: Int64Array) -> FloatArray:
         """Time of one worker for units ``start : end``, repeated base and split times included."""
         if not len(self):
             return np.zeros(np.broadcast(start, end).shape)
-        start_block, start_time, start_inside = self._locate(start)
-        end_block, end_time, end_inside = self._locate(end)
-        times = end_time - start_time
-        times = times + start_inside * (self.base_time[start_block] + self.split_time[start_block])
-        # A part in the middle of a head is one partial result, not two.
-        same_head = start_inside & end_inside & (times < self.head_time[start_block] + self.split_time[start_block])
-        same_head &= start_block == end_block
-        times = times + end_inside * ~same_head * self.split_time[end_block]
+        start_block, start_head, start_time, start_extra = self._locate(start)
+        end_block, end_head, end_time, _ = self._locate(end)
+        # Beginning inside a head repeats its base time; each part of a divided head is one partial result.
+        inside_end = end_head >= 0
+        same_head = inside_end & (start_head == end_head) & (start_block == end_block)
+        times = end_time - start_time + start_extra + np.where(inside_end & ~same_head, self.split_time[end_block], 0.0)
         return np.where(start < end, times, 0.0)
 
-    def _locate(self, unit: Int64Array) -> tuple[Int64Array, FloatArray, npt.NDArray[np.bool_]]:
-        """Block of a unit boundary, its time in the line, and whether it is inside a head."""
+    def _locate(self, unit: Int64Array) -> tuple[Int64Array, Int64Array, FloatArray, FloatArray]:
+        """Block of a boundary, the head that it divides (-1: none), its time, and the extra time of beginning there."""
         block = self.block_at(unit)
-        units = self.head_units[block]
-        head, within = np.divmod(unit - self.unit_start[block], units)
+        head, within = np.divmod(unit - self.unit_start[block], self.head_units[block])
         inside = within > 0
+        base = self.base_time[block]
         time = self.time_start[block] + head * self.head_time[block]
-        return block, time + inside * (self.base_time[block] + within * self.unit_time[block]), inside
+        time = time + np.where(inside, base + within * self.unit_time[block], 0.0)
+        return block, np.where(inside, head, -1), time, np.where(inside, base + self.split_time[block], 0.0)
 
-    def head_bounds(self, unit: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Where the head that holds a unit begins and ends."""
-        block = self.block_at(unit)
-        within = (unit - self.unit_start[block]) % self.head_units[block]
-        return unit - within, np.where(within > 0, unit - within + self.head_units[block], unit)
+
+COLUMNS = tuple(name for name in Line.__dataclass_fields__ if name not in ("num_heads", "divisible"))
 
 
 def make_line(
@@ -121,94 +125,145 @@ def make_line(
     split_size: int | None,
 ) -> Line:
     """Lay out the tiles of the ``chosen`` segments on a strand, cut into chunks if ``split_size`` is given."""
+    if not len(chosen):
+        return _empty_line(num_kv_heads, split_size is None)
     packed_rows = segments.q_len[chosen] * group_size
     tiles = -(-packed_rows // strand.tile_rows)
-    segment = np.repeat(chosen, tiles)
-    tile = np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    row_start = tile * strand.tile_rows
-    num_rows = np.minimum(np.repeat(packed_rows, tiles) - row_start, strand.tile_rows)
-    kv_len, q_len = segments.kv_len[segment], segments.q_len[segment]
-    last_token = (row_start + num_rows - 1) // group_size
-    key_end = np.where(segments.causal[segment] > 0, np.clip(kv_len - q_len + last_token + 1, 0, kv_len), kv_len)
-    key_start = np.zeros_like(key_end)
-    chunks = np.ones_like(key_end)
-    first_chunk = np.ones(len(segment), np.bool_)
+    segment, row_start, num_rows = chosen, np.zeros_like(chosen), packed_rows
+    if not (tiles == 1).all():
+        segment = chosen.repeat(tiles)
+        tile = np.arange(len(segment)) - (tiles.cumsum() - tiles).repeat(tiles)
+        row_start = tile * strand.tile_rows
+        num_rows = np.minimum(packed_rows.repeat(tiles) - row_start, strand.tile_rows)
+    key_end = _visible_keys(segments, segment, (row_start + num_rows - 1) // group_size)
+    key_start = chunk = np.zeros_like(key_end)
+    num_chunks = key_start + 1
     if split_size is not None:
-        chunks = np.maximum(-(-key_end // split_size), 1)
-        chunk = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
-        segment, row_start, num_rows, key_end, chunks = (
-            np.repeat(a, chunks) for a in (segment, row_start, num_rows, key_end, chunks)
+        num_chunks = np.maximum(-(-key_end // split_size), 1)
+        chunk = np.arange(num_chunks.sum()) - (num_chunks.cumsum() - num_chunks).repeat(num_chunks)
+        segment, row_start, num_rows, key_end, num_chunks = (
+            column.repeat(num_chunks) for column in (segment, row_start, num_rows, key_end, num_chunks)
         )
         key_start = chunk * split_size
         key_end = np.minimum(key_end, key_start + split_size)
-        first_chunk = chunk == 0
-    steps = -(-(key_end - key_start) // strand.key_step)
+    # A tile that sees no key still takes a step: it writes zeros.
+    steps = np.maximum(-(-(key_end - key_start) // strand.key_step), 1)
+    ones = np.ones_like(steps)
     divisible = split_size is None
-    ones = np.ones(len(segment))
     return Line(
         segment=segment,
         row_start=row_start,
         num_rows=num_rows,
         key_start=key_start,
         key_end=key_end,
-        chunks=chunks,
-        first_chunk=first_chunk,
-        key_step=np.full(len(segment), strand.key_step),
-        head_units=np.maximum(steps, 1) if divisible else np.ones_like(steps),
-        base_time=strand.item_time + strand.split_time * (chunks > 1),
-        unit_time=strand.step_time * (np.minimum(steps, 1) if divisible else steps),
-        split_time=strand.split_time * ones,
+        chunk=chunk,
+        num_chunks=num_chunks,
+        key_step=ones * strand.key_step,
+        head_units=steps if divisible else ones,
+        base_time=ones * strand.item_time + (0.0 if divisible else strand.split_time * (num_chunks > 1)),
+        unit_time=(ones if divisible else steps) * strand.step_time,
+        split_time=ones * strand.split_time,
         num_heads=num_kv_heads,
         divisible=divisible,
     )
 
 
+@cache
+def _empty_line(num_heads: int, divisible: bool) -> Line:
+    columns: dict[str, Any] = dict.fromkeys(COLUMNS, np.empty(0, np.int64))
+    return Line(**columns, num_heads=num_heads, divisible=divisible)
+
+
+def _visible_keys(segments: Segments, segment: Int64Array, last_token: Int64Array) -> Int64Array:
+    """Keys that the rows up to ``last_token`` of each tile's segment see."""
+    kv_len = segments.kv_len[segment]
+    seen = kv_len - segments.q_len[segment] + last_token + 1
+    return np.where(segments.causal[segment] > 0, np.maximum(np.minimum(seen, kv_len), 0), kv_len)
+
+
 def concatenate(lines: list[Line]) -> Line:
     """Several lines end to end."""
-    names = list(Line.__dataclass_fields__)[:12]
-    columns = {name: np.concatenate([getattr(line, name) for line in lines]) for name in names}
+    if not len(lines[0]) or not len(lines[1]):
+        return lines[1] if not len(lines[0]) else lines[0]
+    columns = {name: np.concatenate([getattr(line, name) for line in lines]) for name in COLUMNS}
     return Line(**columns, num_heads=lines[0].num_heads, divisible=lines[0].divisible)
 
 
 def balance(line: Line, num_workers: int) -> Int64Array:
     """Cut a line into one range a worker: int64 ``[num_workers + 1]`` units, from 0 to the line's end.
 
-    Equal times by prefix sums first; then once more with the repeated base and split times that those cuts cause; then,
-    if single units are still large beside a worker's share, cut by cut.
+    Prefix sums divide the time equally, with the base and split times that cuts repeat counted in. Where single units
+    are large beside a worker's share, cuts are then moved one by one.
     """
+    cuts = np.zeros(num_workers + 1, np.int64)
     if not len(line):
-        return np.zeros(num_workers + 1, np.int64)
-    share = np.arange(1, num_workers)
-    total = line.time_start[-1]
-    overhead = np.zeros(num_workers)
-    for _ in range(2):
-        target = (total + overhead.sum()) / num_workers
-        times = np.clip(share * target - np.cumsum(overhead)[:-1], 0, total)
-        cuts = np.concatenate([[0], np.maximum.accumulate(line.unit_at(times)), [line.num_units]])
-        loads = line.times_between(cuts[:-1], cuts[1:])
-        overhead = loads - np.diff(line._locate(cuts)[1])
-    if loads.max() <= POLISH_ABOVE * loads.mean():
         return cuts
-    low, high = line.head_bounds(cuts)
-    nearer = np.where(cuts - low <= high - cuts, low, high)
-    candidates = [_polish(line, cuts), _polish(line, nearer)]
-    return min(candidates, key=lambda c: float(line.times_between(c[:-1], c[1:]).max()))
+    total, share = line.time_start[-1], np.arange(1, num_workers)
+    times: FloatArray = share * (total / num_workers)
+    if line.divisible:
+        block = line.time_start[1:-1].searchsorted(times, side="right")
+        before, after = line.split_time[block], line.base_time[block] + line.split_time[block]
+        repeated = before + after
+        times = share * ((total + repeated.sum()) / num_workers) - (repeated.cumsum() - after)
+    np.maximum.accumulate(line.unit_at(np.minimum(np.maximum(times, 0.0), line.time_start[-1])), out=cuts[1:-1])
+    cuts[-1] = line.num_units
+    np.minimum(cuts, cuts[-1], out=cuts)
+    return _polish(line, cuts) if line.num_units < COARSE_UNITS * num_workers else cuts
 
 
 def _polish(line: Line, cuts: Int64Array) -> Int64Array:
-    """Move every second cut, then the others, to whichever near place makes its fuller neighbour least full."""
-    cuts = cuts.copy()
-    for _ in range(POLISH_PASSES):
-        before = cuts.copy()
-        for parity in (1, 2):
-            at = np.arange(parity, len(cuts) - 1, 2)
-            here, left, right = cuts[at], cuts[at - 1], cuts[at + 1]
-            low, high = line.head_bounds(here)
-            previous, _ = line.head_bounds(np.maximum(low - 1, 0))
-            _, following = line.head_bounds(np.minimum(high + 1, line.num_units))
-            moves = np.clip(np.stack([here, here - 1, here + 1, low, high, previous, following]), left, right)
-            fuller = np.maximum(line.times_between(left, moves), line.times_between(moves, right))
-            cuts[at] = moves[fuller.argmin(axis=0), np.arange(len(at))]
-        if (cuts == before).all():
-            break
-    return cuts
+    """From the given cuts, and from those at whole heads, move cuts while that helps; the better result."""
+    table = _UnitTable(line)
+    low, high = table.head_begin[cuts], table.head_end[cuts]
+    nearer = np.where(cuts - low <= high - cuts, low, high)
+    return min(
+        (table.improve(start) for start in (cuts, nearer)), key=lambda c: float(table.times(c[:-1], c[1:]).max())
+    )
+
+
+class _UnitTable:
+    """A short line written out unit by unit, so that trying a cut costs a few look-ups."""
+
+    def __init__(self, line: Line) -> None:
+        unit = np.arange(line.num_units + 1)
+        block, head, self.time, self.extra = line._locate(unit)
+        within = (unit - line.unit_start[block]) % line.head_units[block]
+        inside = head >= 0
+        self.head_begin = unit - within
+        self.head_end = np.where(inside, self.head_begin + line.head_units[block], unit)
+        self.split = np.where(inside, line.split_time[block], 0.0)
+
+    def times(self, start: Int64Array, end: Int64Array) -> FloatArray:
+        """The same as ``Line.times_between``."""
+        begin = self.head_begin[end]
+        split = np.where((begin == self.head_begin[start]) & (start > begin), 0.0, self.split[end])
+        return np.where(start < end, self.time[end] - self.time[start] + self.extra[start] + split, 0.0)
+
+    def improve(self, cuts: Int64Array) -> Int64Array:
+        """Move every second cut, then the others, to whichever near place makes its fuller neighbour least full."""
+        cuts = cuts.copy()
+        last = cuts[-1]
+        for _ in range(MAX_PASSES):
+            before = cuts.copy()
+            for parity in (1, 2):
+                at = slice(parity, len(cuts) - 1, 2)
+                here = cuts[at]
+                left, right = cuts[parity - 1 : len(cuts) - 2 : 2], cuts[parity + 1 :: 2]
+                low, high = self.head_begin[here], self.head_end[here]
+                moves = np.stack(
+                    [
+                        here,
+                        here - 1,
+                        here + 1,
+                        low,
+                        high,
+                        self.head_begin[low - 1],
+                        self.head_end[np.minimum(high + 1, last)],
+                    ]
+                )
+                moves = np.minimum(np.maximum(moves, left), right)
+                fuller = np.maximum(self.times(left, moves), self.times(moves, right))
+                cuts[at] = moves[fuller.argmin(axis=0), np.arange(len(here))]
+            if (cuts == before).all():
+                break
+        return cuts

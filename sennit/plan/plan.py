@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sennit.errors import CapacityExceeded, InvalidInput
+from sennit.errors import CapacityExceeded
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.cost import FloatArray, KernelConfig, choose_config
-from sennit.plan.integers import INT32_MAX
 from sennit.plan.schedule import Schedule, make_schedule
 from sennit.plan.segments import Segments, from_batch, largest_page
-from sennit.plan.tensors import Header, Layout, PlanTensors, pack
+from sennit.plan.tensors import Extents, Layout, PlanTensors, pack
 from sennit.spec import AttentionSpec
 
 __all__ = ["Plan", "make_plan", "plan_features"]
@@ -75,8 +74,8 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"Plan({self.batch}, {self.backend}/{self.config.name}, {len(self.schedule.items)} items, "
-            f"{len(self.schedule.merges)} merges, {self.config.num_workers} workers)"
+            f"Plan({self.batch}, {self.backend}/{self.config.name}, {self.schedule.num_items} items, "
+            f"{self.schedule.num_merges} merges, {self.config.num_workers} workers)"
         )
 
 
@@ -120,22 +119,27 @@ def make_plan(
         split_size: keys of a fixed chunk.
         into: buffers of fixed capacity.
     """
-    segments = from_batch(batch, page_size=page_size, causal=causal)
-    largest = largest_page(batch, page_size) if page_size is not None else -1
-    if largest > INT32_MAX:
-        raise InvalidInput("page table", expected=f"page ids of at most {INT32_MAX}", got=largest)
-    heads = {"group_size": spec.group_size, "num_kv_heads": spec.num_kv_heads}
+    needed = batch.pages_needed(page_size) if page_size is not None else None
+    segments = from_batch(batch, needed=needed, causal=causal)
     fixed = split_size is not None or into is not None
     config, strand = choose_config(segments, spec.group_size, spec.num_kv_heads, configs, alone=fixed)
-    schedule = make_schedule(segments, strand, **heads, config=config, split_size=split_size)
-    words = {
-        Header.NUM_ROWS: batch.num_rows,
-        Header.NUM_TOKENS: batch.num_tokens,
-        Header.LARGEST_PAGE: largest,
-        Header.NUM_KEY_ROWS: _key_rows(batch),
-        Header.LARGEST_SLOT: _largest_slot_page(batch, page_size),
-    }
-    tensors = _make_tensors(batch, segments, schedule, config, words, device, into)
+    schedule = make_schedule(
+        segments,
+        strand,
+        group_size=spec.group_size,
+        num_kv_heads=spec.num_kv_heads,
+        config=config,
+        split_size=split_size,
+    )
+    extents = Extents(
+        generation=0 if into is None else into.generation + 1,
+        num_rows=batch.num_rows,
+        num_tokens=batch.num_tokens,
+        largest_page=-1 if needed is None else largest_page(batch, needed),
+        largest_slot_page=-1 if page_size is None else _largest_slot(batch) // page_size,
+        num_key_rows=_key_rows(batch),
+    )
+    tensors = _make_tensors(batch, segments, schedule, config, extents, device, into)
     key = f"{owner}/{backend}/{config.name}"
     return Plan(owner, key, spec, batch, page_size, backend, config, split_size, segments, schedule, tensors)
 
@@ -145,32 +149,32 @@ def _make_tensors(
     segments: Segments,
     schedule: Schedule,
     config: KernelConfig,
-    words: dict[Header, int],
+    extents: Extents,
     device: torch.device,
     into: PlanBuffers | None,
 ) -> PlanTensors:
     entries = batch.pages.entries if batch.pages is not None else None
     table = entries if isinstance(entries, np.ndarray) else None
-    exact = Layout(
+    if table is not None and table.dtype == np.int32 and device.type == "cpu" and into is None:
+        entries, table = torch.from_numpy(table), None  # the batch's own copy serves as it is
+    layout = Layout(
         segments=len(segments),
-        items=len(schedule.items),
-        merges=len(schedule.merges),
+        items=schedule.num_items,
+        merges=schedule.num_merges,
         strands=len(config.strands),
         workers=config.num_workers,
         table=0 if table is None else table.size,
     )
-    if into is None:
-        layout, generation = exact, 0
-    else:
+    if into is not None:
         if table is None:
             raise CapacityExceeded(
                 "into: buffers hold the page table, so it must be on the host; got a device tensor or packed keys"
             )
-        into.check(exact, words[Header.NUM_ROWS], schedule.num_partial_rows)
-        layout, generation = into.layout, into.generation + 1
+        into.check(layout, extents.num_rows, schedule.num_partial_rows)
+        layout = into.layout
     *_, table_at, total = layout.offsets
-    array = np.zeros(total, np.int32)
-    pack(array, layout, segments, schedule, table, words | {Header.GENERATION: generation})
+    array = np.empty(total, np.int32)
+    pack(array, layout, segments, schedule, table, extents)
     if into is None:
         host = torch.from_numpy(array)
         on_device = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
@@ -181,7 +185,7 @@ def _make_tensors(
         host=host,
         device=on_device,
         page_table=entries if isinstance(entries, torch.Tensor) else on_device[table_at:],
-        stamp=torch.tensor([generation], dtype=torch.int32),
+        stamp=torch.from_numpy(np.array([extents.generation], np.int32)),
         kv_lens=batch.kv_lens_device,
         slots=_device_slots(batch, device),
     )
@@ -193,10 +197,8 @@ def _key_rows(batch: Batch) -> int:
     return int((batch.kv_starts + batch.kv_lens)[batch.kv_lens > 0].max(initial=0))
 
 
-def _largest_slot_page(batch: Batch, page_size: int | None) -> int:
-    if not isinstance(batch.slot_mapping, np.ndarray) or page_size is None:
-        return -1
-    return int(batch.slot_mapping.max(initial=-1)) // page_size
+def _largest_slot(batch: Batch) -> int:
+    return int(batch.slot_mapping.max(initial=-1)) if isinstance(batch.slot_mapping, np.ndarray) else -1
 
 
 def _device_slots(batch: Batch, device: torch.device) -> torch.Tensor | None:

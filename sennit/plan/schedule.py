@@ -2,58 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from sennit.plan.cost import FloatArray, KernelConfig
+from sennit.plan.cost import FloatArray, KernelConfig, prefix_sums
 from sennit.plan.line import Line, balance, concatenate, make_line
 from sennit.plan.segments import Segments
 
-__all__ = ["Items", "Merges", "Schedule", "make_schedule"]
+__all__ = ["ROW_WIDTH", "Item", "Merge", "Schedule", "make_schedule"]
 
 Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+
+ROW_WIDTH = 8  # int32 words of an item, a merge and a segment
 
 
-@dataclass(frozen=True, eq=False)
-class Items:
-    """Work items, int64 ``[items]`` each, in the order in which a strand's workers take them.
+class Item(IntEnum):
+    """Columns of a work item.
 
-    An item is packed query rows ``row_start : row_start + num_rows`` of a segment, for ``num_heads`` KV heads from
-    ``head_start``, over keys ``key_start : key_end``. Packed row ``r`` is token ``r // group_size`` and query head
-    ``r % group_size`` of the KV head's group. ``partial_row`` is -1 where the item writes the output itself; otherwise
-    its head ``h`` writes rows of the partial results from ``partial_row + (h - head_start) * num_rows``.
+    It is packed query rows ``ROW_START : ROW_START + NUM_ROWS`` of a segment, for ``NUM_HEADS`` KV heads from
+    ``HEAD_START``, over keys ``KEY_START : KEY_END``. Packed row ``r`` is token ``r // group_size`` and query head
+    ``r % group_size`` of the KV head's group. ``PARTIAL_ROW`` is -1 where the item writes the output itself; otherwise
+    its head ``h`` writes the partial results' rows from ``PARTIAL_ROW + (h - HEAD_START) * NUM_ROWS``.
     """
 
-    segment: Int64Array
-    row_start: Int64Array
-    num_rows: Int64Array
-    head_start: Int64Array
-    num_heads: Int64Array
-    key_start: Int64Array
-    key_end: Int64Array
-    partial_row: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.segment)
+    SEGMENT = 0
+    ROW_START = 1
+    NUM_ROWS = 2
+    HEAD_START = 3
+    NUM_HEADS = 4
+    KEY_START = 5
+    KEY_END = 6
+    PARTIAL_ROW = 7
 
 
-@dataclass(frozen=True, eq=False)
-class Merges:
-    """Split tiles, int64 ``[merges]`` each: part ``i`` of a tile lies at partial row ``first_row + i * stride``."""
+class Merge(IntEnum):
+    """Columns of a merge: part ``i`` of a split tile lies at partial row ``FIRST_ROW + i * STRIDE``."""
 
-    segment: Int64Array
-    row_start: Int64Array
-    num_rows: Int64Array
-    head: Int64Array
-    first_row: Int64Array
-    num_parts: Int64Array
-    stride: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.segment)
+    SEGMENT = 0
+    ROW_START = 1
+    NUM_ROWS = 2
+    HEAD = 3
+    FIRST_ROW = 4
+    NUM_PARTS = 5
+    STRIDE = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,21 +56,31 @@ class Schedule:
     """All work of a step.
 
     Attributes:
-        items: work items of all strands.
+        items: int32 ``[ROW_WIDTH, items]``, rows as in :class:`Item`, in the order in which workers take them.
         worker_indptr: int64 ``[strands, num_workers + 1]``; worker ``w`` runs items
             ``worker_indptr[s, w] : worker_indptr[s, w + 1]`` of strand ``s``.
-        merges: tiles whose keys were split.
+        merges: int32 ``[ROW_WIDTH, merges]``, rows as in :class:`Merge`.
         num_partial_rows: rows that the partial results take.
         lines: each strand's tiles end to end.
         cuts: where each strand's line was cut, units ``[num_workers + 1]``.
     """
 
-    items: Items
+    items: Int32Array
     worker_indptr: Int64Array
-    merges: Merges
+    merges: Int32Array
     num_partial_rows: int
     lines: tuple[Line, ...]
     cuts: tuple[Int64Array, ...]
+
+    @property
+    def num_items(self) -> int:
+        """Work items of all strands."""
+        return int(self.items.shape[1])
+
+    @property
+    def num_merges(self) -> int:
+        """Split tiles."""
+        return int(self.merges.shape[1])
 
     @property
     def loads(self) -> FloatArray:
@@ -104,13 +109,12 @@ def make_schedule(
             request's results depend on that request alone.
     """
     lines = [
-        make_line(segments, np.flatnonzero(strand == s), config.strands[s], group_size, num_kv_heads, split_size)
+        make_line(segments, (strand == s).nonzero()[0], config.strands[s], group_size, num_kv_heads, split_size)
         for s in range(len(config.strands))
     ]
     if config.combine == "sum" and len(lines) == 2:
         # One after the other: both strands are one line, so that a worker's share may be all wide, all narrow or both.
-        line = concatenate(lines)
-        cuts = balance(line, config.num_workers)
+        cuts = balance(concatenate(lines), config.num_workers)
         boundary = lines[0].num_units
         cuts_by_strand = [np.minimum(cuts, boundary), np.maximum(cuts, boundary) - boundary]
     else:
@@ -120,127 +124,109 @@ def make_schedule(
 
 def _join(lines: list[Line], cuts_by_strand: list[Int64Array]) -> Schedule:
     """Items and merges of every strand, one strand after the other, with partial rows numbered throughout."""
-    items: list[Items] = []
-    merges: list[Merges] = []
-    indptr = []
+    items, merges, indptr = [], [], []
     num_items = num_partial_rows = 0
     for line, cuts in zip(lines, cuts_by_strand, strict=True):
-        strand_items, first_item, strand_merges, rows = _strand_items(line, cuts, num_partial_rows)
-        items.append(strand_items)
-        merges.append(strand_merges)
+        if len(line):
+            strand_items, block, first_item = _items(line, cuts)
+            strand_merges, rows = _partials(line, strand_items, block, num_partial_rows)
+            items.append(strand_items)
+            merges.append(strand_merges)
+        else:
+            first_item, rows = np.zeros_like(cuts), 0
         indptr.append(first_item + num_items)
-        num_items += len(strand_items)
+        num_items += int(first_item[-1])
         num_partial_rows += rows
     return Schedule(
-        items=_concatenate_columns(items),
+        items=_side_by_side(items),
         worker_indptr=np.stack(indptr),
-        merges=_concatenate_columns(merges),
+        merges=_side_by_side(merges),
         num_partial_rows=num_partial_rows,
         lines=tuple(lines),
         cuts=tuple(cuts_by_strand),
     )
 
 
-def _strand_items(line: Line, cuts: Int64Array, first_partial_row: int) -> tuple[Items, Int64Array, Merges, int]:
-    """Work items of one strand: ``(items, first item of every worker, merges, partial rows)``.
+def _side_by_side(tables: list[Int32Array]) -> Int32Array:
+    if len(tables) == 1:
+        return tables[0]
+    return np.concatenate(tables, axis=1) if tables else np.zeros((ROW_WIDTH, 0), np.int32)
 
-    Cuts and block starts together divide the line into ranges, each of one block and one worker. A range is at most
-    three items: the rest of a split head, whole heads, and the beginning of another split head.
+
+def _items(line: Line, cuts: Int64Array) -> tuple[Int32Array, Int64Array, Int64Array]:
+    """Work items of one strand but for their partial rows, the block of each, and the first item of every worker.
+
+    Blocks, cuts, and the ends of the heads that cuts divide bound the items: between two neighbours lie whole heads of
+    one block, or a part of one head::
+
+        block      |                                        |
+        heads      |         |         |         |          |
+        cuts                      |                  |
+        items      |         |    |    |         |   |      |
     """
-    starts = np.concatenate([cuts[:-1], line.unit_start[:-1]])
-    starts.sort(kind="stable")  # two sorted runs: a merge
-    starts = starts[np.append(starts[1:] > starts[:-1], True)] if len(starts) else starts
-    starts = starts[starts < line.num_units]
-    ends = np.append(starts[1:], line.num_units) if len(starts) else starts
+    inner = cuts[1:-1]
+    divided = np.minimum(line.block_at(inner), len(line) - 1)
+    units = line.head_units[divided]
+    within = (inner - line.unit_start[divided]) % units
+    bounds = np.concatenate([line.unit_start, inner, inner - within, inner + (-within) % units])
+    bounds.sort(kind="stable")  # sorted runs: merges
+    bounds = bounds[np.append(bounds[1:] > bounds[:-1], True)]
+    starts = bounds[:-1]
+    length = bounds[1:] - starts
     block = line.block_at(starts)
     units = line.head_units[block]
-    head0, unit0 = np.divmod(starts - line.unit_start[block], units)
-    head1, unit1 = np.divmod(ends - line.unit_start[block], units)
-
-    inside = head0 == head1  # a part of a head that neither begins nor ends in this range
-    has_rest = (unit0 > 0) & ~inside
-    first_whole = head0 + has_rest
-    has_whole = ~inside & (head1 > first_whole)
-    has_begin = unit1 > 0
-    count = has_rest.astype(np.int64) + has_whole + has_begin
-    first = np.cumsum(count) - count
-    total = int(count.sum())
-    columns = np.empty((5, total), np.int64)  # block, head_start, num_heads, unit_start, unit_end
-    for mask, at, head, heads, begin, end in (
-        (has_rest, first, head0, 1, unit0, units),
-        (has_whole, first + has_rest, first_whole, head1 - first_whole, 0, units),
-        (has_begin, first + has_rest + has_whole, head1, 1, np.where(inside, unit0, 0), unit1),
-    ):
-        where = at[mask]
-        for row, value in enumerate((block, head, heads, begin, end)):
-            columns[row, where] = value[mask] if isinstance(value, np.ndarray) else value
-    item_block, head_start, num_heads, unit_start, unit_end = columns
-    worker_first = np.append(first, total)[np.searchsorted(starts, cuts)]
-
-    whole_head = (unit_start == 0) & (unit_end == line.head_units[item_block])
-    partial = ~whole_head | (line.chunks[item_block] > 1)
-    num_rows = line.num_rows[item_block]
-    partial_row, merges, rows = _partials(line, item_block, head_start, num_heads, unit_start, partial, first_partial_row)
-    step = np.where(line.divisible, line.key_step, 0)[item_block]
-    key_start, key_end = line.key_start[item_block], line.key_end[item_block]
-    items = Items(
-        segment=line.segment[item_block],
-        row_start=line.row_start[item_block],
-        num_rows=num_rows,
-        head_start=head_start,
-        num_heads=num_heads,
-        key_start=key_start + unit_start * step,
-        key_end=np.where(whole_head, key_end, np.minimum(key_start + unit_end * step, key_end)),
-        partial_row=partial_row,
-    )
-    return items, worker_first, merges, rows
+    head, first_unit = np.divmod(starts - line.unit_start[block], units)
+    num_heads = np.maximum(length // units, 1)
+    step, key_end = line.key_step[block], line.key_end[block]
+    items = np.empty((ROW_WIDTH, len(starts)), np.int32)
+    items[Item.SEGMENT] = line.segment[block]
+    items[Item.ROW_START] = line.row_start[block]
+    items[Item.NUM_ROWS] = line.num_rows[block]
+    items[Item.HEAD_START] = head
+    items[Item.NUM_HEADS] = num_heads
+    if line.divisible:
+        items[Item.KEY_START] = first_unit * step
+        items[Item.KEY_END] = np.minimum((first_unit + np.minimum(length, units)) * step, key_end)
+    else:
+        items[Item.KEY_START] = line.key_start[block]
+        items[Item.KEY_END] = key_end
+    divided_head = length < units if line.divisible else line.num_chunks[block] > 1
+    items[Item.PARTIAL_ROW] = -1 + divided_head
+    return items, block, starts.searchsorted(cuts)
 
 
-def _partials(
-    line: Line,
-    block: Int64Array,
-    head_start: Int64Array,
-    num_heads: Int64Array,
-    unit_start: Int64Array,
-    partial: npt.NDArray[np.bool_],
-    first_row: int,
-) -> tuple[Int64Array, Merges, int]:
-    """Number the partial rows and list the merges: ``(partial_row [items], merges, rows)``."""
-    partial_row = np.full(len(block), -1, np.int64)
-    at = np.flatnonzero(partial)
+def _partials(line: Line, items: Int32Array, block: Int64Array, first_row: int) -> tuple[Int32Array, int]:
+    """Number the partial rows, where ``PARTIAL_ROW`` marks them, and list the merges: ``(merges, rows)``."""
+    at = (items[Item.PARTIAL_ROW] == 0).nonzero()[0]
     if not len(at):
-        return partial_row, Merges(*[np.empty(0, np.int64)] * 7), 0
+        return np.zeros((ROW_WIDTH, 0), np.int32), 0
     if line.divisible:
         # The parts of a head follow each other in the line: a merge begins where a head does.
-        rows = line.num_rows[block[at]]
-        offsets = first_row + np.cumsum(rows) - rows
-        partial_row[at] = offsets
-        begins = np.flatnonzero(unit_start[at] == 0)
-        parts = np.diff(np.append(begins, len(at)))
-        owner, head, stride = block[at[begins]], head_start[at[begins]], rows[begins]
-        return partial_row, _merges(line, owner, head, offsets[begins], parts, stride), int(rows.sum())
+        rows = items[Item.NUM_ROWS, at].astype(np.int64)
+        offsets = first_row + prefix_sums(rows)
+        items[Item.PARTIAL_ROW, at] = offsets[:-1]
+        begins = (items[Item.KEY_START, at] == 0).nonzero()[0]
+        tiles = at[begins]
+        merges = items.take(tiles, axis=1)  # segment, row_start, num_rows and head are the same columns
+        merges[Merge.FIRST_ROW] = offsets[begins]
+        merges[Merge.NUM_PARTS, :-1] = begins[1:] - begins[:-1]
+        merges[Merge.NUM_PARTS, -1] = len(at) - begins[-1]
+        merges[Merge.STRIDE] = rows[begins]
+        return merges, int(offsets[-1]) - first_row
     # Fixed chunks: chunk c and head h of a tile lie at (c * heads + h) * num_rows of the tile's partial rows.
-    block_rows = np.where(line.chunks > 1, line.num_rows * line.num_heads, 0)
-    block_first = first_row + np.cumsum(block_rows) - block_rows
-    partial_row[at] = block_first[block[at]] + head_start[at] * line.num_rows[block[at]]
-    tiles = np.flatnonzero((line.chunks > 1) & line.first_chunk)
-    owner = np.repeat(tiles, line.num_heads)
+    block_rows = np.where(line.num_chunks > 1, line.num_rows * line.num_heads, 0)
+    offsets = first_row + prefix_sums(block_rows)
+    items[Item.PARTIAL_ROW, at] = offsets[block[at]] + items[Item.HEAD_START, at] * line.num_rows[block[at]]
+    tiles = ((line.num_chunks > 1) & (line.chunk == 0)).nonzero()[0]
+    owner = tiles.repeat(line.num_heads)
     head = np.tile(np.arange(line.num_heads), len(tiles))
-    offsets = block_first[owner] + head * line.num_rows[owner]
-    return partial_row, _merges(line, owner, head, offsets, line.chunks[owner], block_rows[owner]), int(block_rows.sum())
-
-
-def _merges(
-    line: Line, block: Int64Array, head: Int64Array, first_row: Int64Array, parts: Int64Array, stride: Int64Array
-) -> Merges:
-    return Merges(line.segment[block], line.row_start[block], line.num_rows[block], head, first_row, parts, stride)
-
-
-_Columns = TypeVar("_Columns", Items, Merges)
-
-
-def _concatenate_columns(parts: list[_Columns]) -> _Columns:
-    if len(parts) == 1:
-        return parts[0]
-    names = [field.name for field in fields(parts[0])]
-    return type(parts[0])(*[np.concatenate([getattr(part, name) for part in parts]) for name in names])
+    merges = np.empty((ROW_WIDTH, len(owner)), np.int32)
+    merges[Merge.SEGMENT] = line.segment[owner]
+    merges[Merge.ROW_START] = line.row_start[owner]
+    merges[Merge.NUM_ROWS] = line.num_rows[owner]
+    merges[Merge.HEAD] = head
+    merges[Merge.FIRST_ROW] = offsets[owner] + head * line.num_rows[owner]
+    merges[Merge.NUM_PARTS] = line.num_chunks[owner]
+    merges[Merge.STRIDE] = block_rows[owner]
+    merges[-1] = 0
+    return merges, int(offsets[-1]) - first_row

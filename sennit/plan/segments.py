@@ -49,29 +49,33 @@ class Segments:
         return len(self.q_len)
 
 
-def from_batch(batch: Batch, *, page_size: int | None, causal: bool | Sequence[bool]) -> Segments:
+def from_batch(batch: Batch, *, needed: Int64Array | None, causal: bool | Sequence[bool]) -> Segments:
     """One segment a request, in the order of the batch.
+
+    Args:
+        batch: lengths and tables.
+        needed: pages that each request's keys take; None for packed keys.
+        causal: one flag, or one a request.
 
     Raises:
         InvalidInput: a page table is too short for its request, a count does not fit 32 bits, or ``causal`` has the
             wrong length.
     """
     count = batch.num_requests
-    if batch.pages is not None:
-        assert page_size is not None
-        needed = -(-batch.kv_lens // page_size)
-        if (needed > batch.pages.widths).any():
-            r = int(np.argmax(needed > batch.pages.widths))
+    if batch.pages is not None and needed is not None:
+        short = needed > batch.pages.widths
+        if short.any():
+            r = int(short.argmax())
             raise InvalidInput(
                 "page table",
-                expected=f"{needed[r]} pages of {page_size} for the {batch.kv_lens[r]} keys of request {r}",
+                expected=f"{needed[r]} pages for the {batch.kv_lens[r]} keys of request {r}",
                 got=f"{batch.pages.widths[r]} entries",
             )
-        kv_start = batch.pages.starts
+        kv_start, entries = batch.pages.starts, batch.pages.entries.shape[0]
     else:
         assert batch.kv_starts is not None
-        kv_start = batch.kv_starts
-    for what, total in (("query rows", batch.num_rows), ("page table entries", int(kv_start.max(initial=0)))):
+        kv_start, entries = batch.kv_starts, int(batch.kv_starts.max(initial=0))
+    for what, total in (("query rows", batch.num_rows), ("page table entries", entries)):
         if total > INT32_MAX:
             raise InvalidInput("batch", expected=f"at most {INT32_MAX} {what}", got=total)
     return Segments(
@@ -85,35 +89,35 @@ def from_batch(batch: Batch, *, page_size: int | None, causal: bool | Sequence[b
     )
 
 
-def largest_page(batch: Batch, page_size: int) -> int:
+def largest_page(batch: Batch, needed: Int64Array) -> int:
     """Largest page id that a visible key uses (-1: none, or the table is on a device).
 
+    Args:
+        batch: lengths and tables.
+        needed: pages that each request's keys take.
+
     Raises:
-        InvalidInput: a visible page id is negative.
+        InvalidInput: a visible page id is negative, or does not fit 32 bits.
     """
-    if batch.pages is None or not isinstance(batch.pages.entries, np.ndarray):
+    if batch.pages is None or not isinstance(batch.pages.entries, np.ndarray) or not needed.any():
         return -1
     entries, starts, widths = batch.pages.entries, batch.pages.starts, batch.pages.widths
-    needed = -(-batch.kv_lens // page_size)
-    total = int(needed.sum())
-    if total == 0:
-        return -1
-    if total == entries.size and (needed == widths).all():
+    if len(entries) == needed.sum() and (needed == widths).all():
         visible = entries
-    elif entries.size == widths.sum() and len(widths) and (widths == widths[0]).all():
-        matrix = entries.reshape(len(widths), -1)
-        visible = matrix[np.arange(matrix.shape[1]) < needed[:, None]]
     else:
-        visible = entries[np.repeat(starts - np.cumsum(needed) + needed, needed) + np.arange(total)]
-    if visible.min() < 0:
-        bad = int(np.argmax(visible < 0))
-        r = int(np.searchsorted(np.cumsum(needed), bad, side="right"))
+        first = starts - needed.cumsum() + needed
+        visible = entries[first.repeat(needed) + np.arange(needed.sum())]
+    # One pass for both ends: as an unsigned number a negative id is larger than any allowed one.
+    largest = int(visible.view(f"u{visible.dtype.itemsize}").max())
+    if largest > INT32_MAX or (visible.dtype.itemsize < 4 and visible.min() < 0):
+        bad = int(np.argmax((visible < 0) | (visible > INT32_MAX)))
+        r = int(needed.cumsum().searchsorted(bad, side="right"))
         raise InvalidInput(
             f"page table of request {r}",
-            expected=f"page ids of at least 0 in the {needed[r]} entries that its {batch.kv_lens[r]} keys use",
+            expected=f"page ids from 0 to {INT32_MAX} in the {needed[r]} entries that its {batch.kv_lens[r]} keys use",
             got=int(visible[bad]),
         )
-    return int(visible.max())
+    return largest
 
 
 def _causal_flags(causal: bool | Sequence[bool], count: int) -> Int64Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -10,14 +10,12 @@ import numpy.typing as npt
 import torch
 
 from sennit.plan.integers import IntArray
-from sennit.plan.schedule import Items, Merges, Schedule
+from sennit.plan.schedule import ROW_WIDTH, Schedule
 from sennit.plan.segments import Segments
 
-__all__ = ["ROW_WIDTH", "Header", "Layout", "PlanArrays", "PlanTensors", "pack"]
+__all__ = ["Extents", "Header", "Layout", "PlanArrays", "PlanTensors", "pack"]
 
 Int32Array = npt.NDArray[np.int32]
-
-ROW_WIDTH = 8  # int32 words of a segment, an item and a merge
 
 
 class Header(IntEnum):
@@ -26,26 +24,36 @@ class Header(IntEnum):
     GENERATION = 0
     NUM_ROWS = 1  # rows that the query tensor must have
     NUM_TOKENS = 2  # rows that requests cover
-    NUM_SEGMENTS = 3
-    NUM_ITEMS = 4
-    NUM_MERGES = 5
-    NUM_PARTIAL_ROWS = 6
-    LARGEST_PAGE = 7  # -1: none, or unknown because the table is on a device
-    NUM_KEY_ROWS = 8  # rows that packed keys must have; 0 with pages
-    LARGEST_SLOT = 9  # of an explicit slot mapping on the host, as a page id
-    SEGMENTS_AT = 10
-    ITEMS_AT = 11
-    WORKERS_AT = 12
-    MERGES_AT = 13
-    TABLE_AT = 14
-    NUM_STRANDS = 15
-    NUM_WORKERS = 16
-    SIZE = 24
+    LARGEST_PAGE = 3  # -1: none, or unknown because the table is on a device
+    LARGEST_SLOT_PAGE = 4  # the same for an explicit slot mapping
+    NUM_KEY_ROWS = 5  # rows that packed keys must have; 0 with pages
+    NUM_SEGMENTS = 6
+    NUM_ITEMS = 7
+    NUM_MERGES = 8
+    NUM_PARTIAL_ROWS = 9
+    NUM_STRANDS = 10
+    NUM_WORKERS = 11
+    SEGMENTS_AT = 12
+    ITEMS_AT = 13
+    WORKERS_AT = 14
+    MERGES_AT = 15
+    TABLE_AT = 16
 
 
-SEGMENT_FIELDS = tuple(field.name for field in fields(Segments))
-ITEM_FIELDS = tuple(field.name for field in fields(Items))
-MERGE_FIELDS = tuple(field.name for field in fields(Merges))
+HEADER_WORDS = 24
+SEGMENT_FIELDS = ("request", "q_start", "q_len", "kv_start", "kv_len", "key_offset", "causal")
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Header words of a plan that neither its layout nor its schedule knows; see :class:`Header`."""
+
+    generation: int
+    num_rows: int
+    num_tokens: int
+    largest_page: int
+    largest_slot_page: int
+    num_key_rows: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Layout:
     @property
     def offsets(self) -> tuple[int, int, int, int, int, int]:
         """Offsets of segments, items, workers, merges and table, and the total, in words."""
-        segments_at = int(Header.SIZE)
+        segments_at = HEADER_WORDS
         items_at = segments_at + self.segments * ROW_WIDTH
         workers_at = items_at + self.items * ROW_WIDTH
         merges_at = workers_at + self.strands * (self.workers + 1)
@@ -100,11 +108,11 @@ class PlanTensors:
 class PlanArrays:
     """Named views into the array of :func:`pack`: int32 ``[rows, ROW_WIDTH]`` sections and header words.
 
-    Columns are in the order of the fields of ``Segments``, ``Items`` and ``Merges``.
+    Columns are those of ``Item``, ``Merge`` and, for segments, the fields of ``Segments``.
     """
 
     def __init__(self, array: Int32Array) -> None:
-        self.header = array[: Header.SIZE]
+        self.header = array[:HEADER_WORDS]
         self.segments = self._section(array, Header.SEGMENTS_AT, Header.NUM_SEGMENTS)
         self.items = self._section(array, Header.ITEMS_AT, Header.NUM_ITEMS)
         self.merges = self._section(array, Header.MERGES_AT, Header.NUM_MERGES)
@@ -126,9 +134,9 @@ def pack(
     segments: Segments,
     schedule: Schedule,
     table: IntArray | None,
-    words: dict[Header, int],
+    extents: Extents,
 ) -> None:
-    """Write a plan into ``array``, which has room for ``layout``.
+    """Write a plan into ``array``.
 
     Args:
         array: int32 ``[layout.offsets[-1]]``.
@@ -136,32 +144,34 @@ def pack(
         segments: the segments.
         schedule: items, merges and worker bounds.
         table: page ids to keep in the array, or None.
-        words: header words that neither layout nor schedule knows.
+        extents: the other header words.
     """
     segments_at, items_at, workers_at, merges_at, table_at, _ = layout.offsets
-    words = words | {
-        Header.NUM_SEGMENTS: len(segments),
-        Header.NUM_ITEMS: len(schedule.items),
-        Header.NUM_MERGES: len(schedule.merges),
-        Header.NUM_PARTIAL_ROWS: schedule.num_partial_rows,
-        Header.SEGMENTS_AT: segments_at,
-        Header.ITEMS_AT: items_at,
-        Header.WORKERS_AT: workers_at,
-        Header.MERGES_AT: merges_at,
-        Header.TABLE_AT: table_at,
-        Header.NUM_STRANDS: layout.strands,
-        Header.NUM_WORKERS: layout.workers,
-    }
-    array[list(words)] = list(words.values())
-    for at, rows, names in (
-        (segments_at, segments, SEGMENT_FIELDS),
-        (items_at, schedule.items, ITEM_FIELDS),
-        (merges_at, schedule.merges, MERGE_FIELDS),
-    ):
-        count = len(rows)
-        section = array[at : at + count * ROW_WIDTH].reshape(count, ROW_WIDTH)
-        for column, name in enumerate(names):
-            section[:, column] = getattr(rows, name)
-    array[workers_at : workers_at + schedule.worker_indptr.size] = schedule.worker_indptr.reshape(-1)
+    header = (
+        extents.generation,
+        extents.num_rows,
+        extents.num_tokens,
+        extents.largest_page,
+        extents.largest_slot_page,
+        extents.num_key_rows,
+        len(segments),
+        schedule.num_items,
+        schedule.num_merges,
+        schedule.num_partial_rows,
+        layout.strands,
+        layout.workers,
+        segments_at,
+        items_at,
+        workers_at,
+        merges_at,
+        table_at,
+    )
+    array[: len(header)] = header
+    for at, rows in ((items_at, schedule.items), (merges_at, schedule.merges)):
+        array[at : at + rows.size].reshape(-1, ROW_WIDTH)[:] = rows.T
+    section = array[segments_at : segments_at + len(segments) * ROW_WIDTH].reshape(-1, ROW_WIDTH)
+    for column, name in enumerate(SEGMENT_FIELDS):
+        section[:, column] = getattr(segments, name)
+    array[workers_at : workers_at + schedule.worker_indptr.size] = schedule.worker_indptr.ravel()
     if table is not None:
         array[table_at : table_at + table.size] = table

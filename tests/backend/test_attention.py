@@ -31,7 +31,9 @@ def assert_right(problem: Problem, backend: str, **options: object) -> None:
     assert comparison.passed, f"{comparison}: {problem.text}"
 
 
-def gqa(group: int, dim: int, dim_vo: int | None = None, kv_heads: int = 2, dtype=torch.float32) -> sennit.AttentionSpec:
+def gqa(
+    group: int, dim: int, dim_vo: int | None = None, kv_heads: int = 2, dtype=torch.float32
+) -> sennit.AttentionSpec:
     return sennit.AttentionSpec(
         num_qo_heads=group * kv_heads, num_kv_heads=kv_heads, head_dim_qk=dim, head_dim_vo=dim_vo or dim, dtype=dtype
     )

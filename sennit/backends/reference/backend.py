@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -17,7 +18,16 @@ __all__ = ["ReferenceBackend"]
 
 LOGITS_AT_ONCE = 2**24  # numbers; longer prefills are computed some rows at a time
 NOT_YET = frozenset(
-    {"window_left", "window_right", "num_sink_tokens", "learned_sinks", "alibi", "logits_soft_cap", "score_mod", "mask_mod"}
+    {
+        "window_left",
+        "window_right",
+        "num_sink_tokens",
+        "learned_sinks",
+        "alibi",
+        "logits_soft_cap",
+        "score_mod",
+        "mask_mod",
+    }
 )
 
 
@@ -106,7 +116,7 @@ def _attend_items(launch: Attend) -> None:
     partial_out = torch.full((partial_rows, spec.head_dim_vo), torch.nan, dtype=dtype, device=launch.q.device)
     partial_lse = torch.full((partial_rows,), torch.nan, dtype=dtype, device=launch.q.device)
     for bounds in launch.arrays.worker_indptr.tolist():
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        for first, last in pairwise(bounds):
             for item in launch.arrays.items[first:last].tolist():
                 _run_item(launch, item, partial_out, partial_lse, dtype)
     for index, row_start, num_rows, head, first_row, num_parts, stride, _ in launch.arrays.merges.tolist():
@@ -140,9 +150,7 @@ def _run_item(
             partial_lse[first : first + num_rows] = lse[0]
 
 
-def _write(
-    launch: Attend, segment: Segment, row_start: int, head: int, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+def _write(launch: Attend, segment: Segment, row_start: int, head: int, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Packed rows from ``row_start`` of one KV head into the output."""
     packed = torch.arange(row_start, row_start + len(out), device=out.device)
     tokens = segment.q_start + packed // launch.spec.group_size

@@ -24,7 +24,7 @@ class Segment:
     exact_len: int | torch.Tensor
 
     def visible(self, tokens: torch.Tensor, key_start: int, key_end: int) -> torch.Tensor:
-        """bool ``[len(tokens), key_end - key_start]``: key ``j`` is visible iff ``j < kv_len`` and, if causal, ``j <= p``."""
+        """bool ``[tokens, keys]``: key ``j`` is visible iff ``j < kv_len`` and, if causal, ``j <= p``."""
         keys = torch.arange(key_start, key_end, device=tokens.device)
         position = self.exact_len - self.q_len + tokens
         seen = (keys < self.exact_len).expand(len(tokens), -1)

@@ -1,0 +1,1 @@
+"""The paged cache's parts: page ids and reference counts, sequences and page tables, and the memory behind them."""

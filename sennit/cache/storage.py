@@ -1,0 +1,125 @@
+"""The memory of a cache: every layer's keys and values in one allocation, and the page tables' copy on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sennit.cache.layout import StorageLayout, aligned
+from sennit.cache.report import CacheMemory
+from sennit.cache.tables import PageTables
+from sennit.errors import CacheCorrupt
+
+__all__ = ["KVStorage", "Pools", "TableMirror", "upload"]
+
+Pools = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+
+
+def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """``array`` on ``device``, without waiting for the device. On the CPU the tensor shares the array's memory."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    # The caching host allocator keeps the pinned copy until the transfer is done.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class KVStorage:
+    """Keys and values of every layer: views of one allocation, never initialised (unused slots may hold anything).
+
+    Attributes:
+        layout: sizes and layout.
+        num_pages: pages of each pool.
+        buffer: the allocation, uint8.
+    """
+
+    def __init__(self, layout: StorageLayout, num_pages: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
+            self.buffer = torch.empty(layout.total_bytes(num_pages), dtype=torch.uint8, device=device)
+            self._pools = self._make_pools()
+
+    def _make_pools(self) -> list[Pools]:
+        pools: list[Pools] = []
+        start = 0
+        for _ in range(self.layout.num_layers):
+            views = []
+            for page_shape, size in zip(self.layout.page_shapes, self.layout.pool_bytes(self.num_pages), strict=True):
+                pool = self.buffer[start : start + size].view(self.layout.spec.kv_dtype)
+                views.append(pool.view(self.num_pages, *page_shape))
+                start += aligned(size)
+            pools.append(views[0] if self.layout.spec.latent else (views[0], views[1]))
+        return pools
+
+    def pools(self, layer: int) -> Pools:
+        """A layer's pools as views, in the form that :class:`sennit.BatchAttention` takes."""
+        return self._pools[layer]
+
+    def read(self, layer: int, pages: NDArray[np.int32], length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copies of the first ``length`` rows in ``pages``: keys, and values or None where the layer is latent."""
+        index = upload(pages, self.buffer.device)
+        pools = self._pools[layer]
+        if isinstance(pools, torch.Tensor):
+            return self._rows(pools, index, length), None
+        return self._rows(pools[0], index, length), self._rows(pools[1], index, length)
+
+    def _rows(self, pool: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
+        pages = pool.index_select(0, index)
+        if pool.dim() == 4 and self.layout.kv_layout == "HND":
+            pages = pages.transpose(1, 2)
+        return pages.flatten(0, 1)[:length]
+
+    def memory(self, table_bytes: int) -> CacheMemory:
+        """What the allocation is spent on, beside page tables of ``table_bytes``."""
+        layout, sizes = self.layout, self.layout.pool_bytes(self.num_pages)
+        return CacheMemory(
+            num_layers=layout.num_layers,
+            num_pages=self.num_pages,
+            page_size=layout.page_size,
+            k_pool_bytes=sizes[0],
+            v_pool_bytes=sum(sizes[1:]),
+            bytes_per_token=layout.num_layers * layout.spec.kv_bytes_per_token,
+            bytes_per_page=layout.bytes_per_page,
+            table_bytes=table_bytes,
+            total_bytes=self.buffer.numel(),
+        )
+
+
+class TableMirror:
+    """The page tables' copy on a device, brought up to date by the cells that changed.
+
+    Attributes:
+        pages: int32 ``[slots, capacity]``, as in :class:`PageTables`; cells that are not in use may hold anything.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.pages = torch.empty(0, 0, dtype=torch.int32, device=device)
+
+    def rows(self, tables: PageTables, slots: NDArray[np.int64], width: int) -> torch.Tensor:
+        """``[len(slots), width]`` int32: the first ``width`` pages of these rows, as they are now."""
+        self.update(tables)
+        return self.pages[:, :width].index_select(0, upload(slots, self.pages.device))
+
+    def update(self, tables: PageTables) -> None:
+        """Take over the cells that changed, or everything when the tables have grown."""
+        device = self.pages.device
+        with torch.inference_mode(False):  # see KVStorage
+            if tuple(self.pages.shape) != tables.pages.shape:
+                self.pages = upload(tables.pages.copy(), device)  # on the CPU, not the tables themselves
+            elif len((cells := tables.dirty_cells())[0]):
+                where = np.ravel_multi_index(cells, tables.pages.shape)
+                index, pages = upload(np.stack([where, tables.pages[cells]]), device)
+                self.pages.view(-1)[index] = pages.to(torch.int32)
+        tables.mark_clean()
+
+    def check(self, tables: PageTables) -> None:
+        """Raise :class:`CacheCorrupt` unless every cell in use that has not changed since the last update is here."""
+        if tuple(self.pages.shape) != tables.pages.shape:
+            return
+        known = np.arange(tables.pages.shape[1]) < tables.page_counts[:, None]
+        known[tables.dirty_cells()] = False
+        if len(wrong := np.argwhere(known & (self.pages.cpu().numpy() != tables.pages))):
+            slot, column = wrong[0]
+            raise CacheCorrupt(f"slot {slot}: page {column} on {self.pages.device} is not {tables.pages[slot, column]}")

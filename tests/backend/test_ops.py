@@ -1,0 +1,106 @@
+"""Operators: their schema and fakes, and a model compiled whole that is not recompiled from step to step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+
+import sennit
+from sennit.check.problems import make_problem
+
+SPEC = sennit.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+
+
+def planned(kv_lens, q_lens, page_size=4, seed=0):
+    problem = make_problem(np.random.default_rng(seed), SPEC, q_lens, kv_lens, page_size=page_size)
+    attn = sennit.BatchAttention(SPEC, page_size=page_size, device="cpu")
+    return problem, attn, attn.plan(problem.batch)
+
+
+def tensors(plan):
+    t = plan.tensors
+    return t.host, t.device, t.page_table, t.stamp, t.kv_lens
+
+
+def test_attend_passes_opcheck():
+    problem, _, plan = planned([9, 5], [3, 1])
+    out = torch.empty(4, 4, 8)
+    lse = torch.empty(4, 4)
+    arguments = (plan.key, problem.q, *problem.kv, out, lse, *tensors(plan), 0.3, False)
+    torch.library.opcheck(torch.ops.sennit.attend.default, arguments)
+
+
+def test_append_passes_opcheck():
+    problem, _, plan = planned([9, 5], [3, 1])
+    arguments = (plan.key, torch.randn(4, 2, 8), torch.randn(4, 2, 8), *problem.kv, *tensors(plan), None)
+    torch.library.opcheck(torch.ops.sennit.append.default, arguments)
+
+
+def test_merge_states_passes_opcheck():
+    torch.library.opcheck(
+        torch.ops.sennit.merge_states.default, ("reference", torch.randn(3, 5, 2, 4), torch.randn(3, 5, 2))
+    )
+
+
+def test_copy_pages_passes_opcheck():
+    arguments = ("reference", torch.randn(6, 4, 2, 8), torch.tensor([1, 3]), torch.tensor([0, 5]))
+    torch.library.opcheck(torch.ops.sennit.copy_pages.default, arguments)
+
+
+class TwoLayers(torch.nn.Module):
+    """Projections around append and attention, as in a transformer."""
+
+    def __init__(self, attn: sennit.BatchAttention) -> None:
+        super().__init__()
+        self.attn = attn
+        self.qkv = torch.nn.ModuleList(torch.nn.Linear(16, (4 + 2 + 2) * 8) for _ in range(2))
+        self.out = torch.nn.ModuleList(torch.nn.Linear(32, 16) for _ in range(2))
+
+    def forward(self, x, plan, pools):
+        for layer, pages in enumerate(pools):
+            q, k, v = self.qkv[layer](x).view(-1, 8, 8).split([4, 2, 2], dim=1)
+            self.attn.append(plan, k, v, pages)
+            heads = self.attn.run(plan, q, pages, sm_scale=8**-0.5)
+            x = x + self.out[layer](heads.flatten(1))
+        return x
+
+
+def pools_for(plan, interleaved):
+    def pool():
+        if interleaved:
+            return torch.zeros(128, 2, 4, 2, 8)
+        return torch.zeros(128, 4, 2, 8), torch.zeros(128, 4, 2, 8)
+
+    return [pool() for _ in range(2)]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_compiled_model_equals_eager_over_many_steps_without_recompiling(interleaved):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    batches = [
+        ([11, 7], [3, 2]),
+        ([7, 9, 4], [1, 3, 4]),
+        ([20, 30, 5, 6], [1, 1, 1, 6]),
+        ([40] * 7, [2] * 7),
+        ([64, 64], [1, 64]),
+    ]
+    with torch.inference_mode():
+        _, attn, _ = planned([1], [1])
+        model = TwoLayers(attn)
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        frames = []
+        for seed, (kv_lens, q_lens) in enumerate(batches):
+            _, _, plan = planned(kv_lens, q_lens, seed=seed)
+            x = torch.randn(sum(q_lens), 16)
+            eager_pools, compiled_pools = pools_for(plan, interleaved), pools_for(plan, interleaved)
+            expected = model(x, plan, eager_pools)
+            torch.testing.assert_close(compiled(x, plan, compiled_pools), expected)
+            for got, wanted in zip(compiled_pools, eager_pools, strict=True):
+                torch.testing.assert_close(got, wanted)
+            frames.append(counter.frame_count)
+    # PyTorch compiles for the first sizes, and once more for any size when others come.
+    assert frames == [1, 2, 2, 2, 2]

@@ -1,0 +1,190 @@
+"""The planner: every key of every row is computed once, workers finish together, and fixed splits stay fixed."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from sennit.plan.batch import Batch
+from sennit.plan.cost import KernelConfig, Strand, place
+from sennit.plan.plan import make_plan
+from sennit.plan.schedule import Item, Merge
+from sennit.plan.segments import from_batch
+from sennit.plan.tensors import PlanArrays
+from sennit.spec import AttentionSpec
+
+GQA = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+WIDE = Strand("wide", 128, 128, item_time=1.0, compute_time=1.85, memory_time=2.06, split_time=1.0)
+NARROW = Strand("narrow", 16, 64, item_time=0.5, compute_time=0.4, memory_time=1.03, split_time=0.4)
+CONFIGS = [KernelConfig(f"both-{combine}", (WIDE, NARROW), 132, combine) for combine in ("sum", "max")]
+SMALL = KernelConfig(
+    "small", (Strand("wide", 8, 4, 1.0, 2.0, 1.0, 0.5), Strand("narrow", 4, 4, 0.5, 0.4, 1.03, 0.4)), 7
+)
+
+
+def plan_of(text, config, spec=GQA, page_size=16, **options):
+    return make_plan(
+        Batch.parse(text, page_size=page_size), spec=spec, owner="test", backend="none", configs=(config,),
+        page_size=page_size, device=torch.device("cpu"), **options,
+    )  # fmt: skip
+
+
+def imbalance(plan):
+    return float(plan.loads.max() / plan.loads.mean())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "34*1@8192",
+        "127*1@1024 + 1@131072",
+        "2048@2048 + 128*1@2048",
+        "128*1@8192",
+        "4096@8192 + 128*1@8192",
+        "4096*1@256",
+        "67*1@8192",
+        "1@131072",
+        "8192@8192",
+        "8*2048@2048 + 512@512",
+        "64*4@4096",
+        "300*1@700 + 17@90000",
+    ],
+)
+def test_workers_finish_within_five_percent_of_each_other(text, config):
+    plan = plan_of(text, config)
+    assert plan.schedule.num_items >= 132
+    assert imbalance(plan) <= 1.05
+
+
+def random_text(rng):
+    def request():
+        kv_len = int(rng.choice([0, 1, rng.integers(1, 60)]))
+        q_len = int(rng.choice([0, 1, 1, rng.integers(0, kv_len + 3)]))
+        return f"{q_len}@{kv_len}"
+
+    return " + ".join(request() for _ in range(rng.integers(0, 9)))
+
+
+@pytest.mark.parametrize("combine", ["sum", "max"])
+@pytest.mark.parametrize("split_size", [None, 4, 12])
+def test_every_row_head_and_key_is_computed_exactly_once(combine, split_size):
+    rng = np.random.default_rng(3)
+    config = KernelConfig("c", SMALL.strands, 7, combine)
+    spec = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    for _ in range(150):
+        plan = plan_of(random_text(rng), config, spec, page_size=4, split_size=split_size)
+        count = [
+            np.zeros((2, q * 3, max(k, 1)), int) for q, k in zip(plan.batch.q_lens, plan.batch.kv_lens, strict=True)
+        ]
+        written = [np.zeros((2, q * 3), int) for q in plan.batch.q_lens]
+        partial_rows = np.zeros(plan.schedule.num_partial_rows, int)
+        for item in plan.schedule.items.T.tolist():
+            r, row, rows, head, heads, first, last, partial = item
+            assert rows > 0
+            assert heads > 0
+            count[r][head : head + heads, row : row + rows, first:last] += 1
+            if partial < 0:
+                written[r][head : head + heads, row : row + rows] += 1
+            else:
+                partial_rows[partial : partial + heads * rows] += 1
+        read_rows = np.zeros_like(partial_rows)
+        for r, row, rows, head, first, parts, stride, _ in plan.schedule.merges.T.tolist():
+            assert parts > 1
+            written[r][head, row : row + rows] += 1
+            for part in range(parts):
+                read_rows[first + part * stride : first + part * stride + rows] += 1
+        for r, (q_len, kv_len) in enumerate(zip(plan.batch.q_lens, plan.batch.kv_lens, strict=True)):
+            position = kv_len - q_len + np.arange(q_len * 3) // 3
+            visible = np.arange(max(kv_len, 1))[None, :] <= position[:, None]
+            assert (count[r][:, visible & (np.arange(max(kv_len, 1)) < kv_len)] == 1).all()
+            assert count[r].max(initial=0) <= 1
+            assert (written[r] == 1).all()
+        assert (partial_rows == 1).all()
+        assert (read_rows == 1).all()
+
+
+@pytest.mark.parametrize("combine", ["sum", "max"])
+def test_workers_take_all_items_and_their_predicted_loads_are_the_time_of_their_items(combine):
+    rng = np.random.default_rng(4)
+    config = KernelConfig("c", SMALL.strands, 7, combine)
+    spec = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    for _ in range(100):
+        plan = plan_of(random_text(rng), config, spec, page_size=4)
+        indptr = plan.schedule.worker_indptr
+        assert indptr[0, 0] == 0
+        assert indptr[-1, -1] == plan.schedule.num_items
+        assert (np.diff(indptr.ravel()) >= 0).all()
+        for s, strand in enumerate(config.strands):
+            for worker in range(7):
+                items = plan.schedule.items[:, indptr[s, worker] : indptr[s, worker + 1]]
+                steps = np.maximum(-(-(items[Item.KEY_END] - items[Item.KEY_START]) // strand.key_step), 1)
+                times = items[Item.NUM_HEADS] * (strand.item_time + steps * strand.step_time)
+                times = times + strand.split_time * (items[Item.PARTIAL_ROW] >= 0)
+                assert plan.schedule.loads[s, worker] == pytest.approx(times.sum())
+
+
+def best_makespan(heads, base, unit, split, workers):
+    """Exhaustive search: every way to share the units of every head among workers."""
+    loads = {(0.0,) * workers}
+    for units in heads:
+        shares = [s for s in itertools.product(range(units + 1), repeat=workers) if sum(s) == units]
+        costs = [tuple((base + n * unit + (split if n < units else 0)) if n else 0.0 for n in s) for s in shares]
+        loads = {
+            tuple(sorted(round(a + b, 6) for a, b in zip(load, cost, strict=True))) for load in loads for cost in costs
+        }
+    return min(max(load) for load in loads)
+
+
+def test_small_plans_are_within_ten_percent_of_the_best_assignment():
+    rng = np.random.default_rng(5)
+    spec = AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim=8, dtype=torch.float32)
+    for _ in range(150):
+        workers = int(rng.integers(2, 4))
+        config = KernelConfig("one", (Strand("narrow", 4, 4, 0.5, 0.4, 1.03, 0.4),), workers)
+        units = rng.integers(4, 11, int(rng.integers(1, 5 if workers == 2 else 4))).tolist()
+        plan = plan_of(" + ".join(f"1@{4 * n}" for n in units), config, spec)
+        best = best_makespan(units, 0.5, 1.03, 0.4, workers)
+        assert plan.loads.max() <= 1.10 * best + 1e-9, (units, workers)
+
+
+def items_of(plan, request):
+    """The strand-independent description of one request's items and merges, without partial rows."""
+    items = plan.schedule.items[:, plan.schedule.items[Item.SEGMENT] == request][1:7]
+    merges = plan.schedule.merges[:, plan.schedule.merges[Merge.SEGMENT] == request]
+    heads = np.repeat(items, items[3], axis=1)  # one column a head
+    first = np.concatenate([np.arange(n) for n in items[3]]) if items.size else np.empty(0, int)
+    heads[2] += first
+    heads[3] = 1
+    return sorted(map(tuple, heads.T)), sorted(map(tuple, merges[[1, 2, 3, 5]].T))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
+def test_fixed_splits_of_a_request_do_not_depend_on_its_neighbours(config):
+    alone = plan_of("70@3000 + 1@5000", config, split_size=512)
+    among = plan_of("4096@8192 + 70@3000 + 1@5000 + 60*1@9000", config, split_size=512)
+    for request in (0, 1):
+        assert items_of(alone, request) == items_of(among, request + 1)
+
+
+def test_side_by_side_strands_share_a_step_that_either_alone_would_slow():
+    config = KernelConfig("two", (WIDE, NARROW), 4, "max")
+    batch = Batch.parse("24*20@4096", page_size=16)
+    segments = from_batch(batch, needed=batch.pages_needed(16), causal=True)
+    strand, time = place(segments, 4, 8, config, alone=False)
+    preferred, alone_time = place(segments, 4, 8, config, alone=True)
+    assert time <= alone_time
+    assert len(set(preferred.tolist())) == 1
+
+
+def test_the_tensor_form_reads_back_as_the_plan():
+    plan = plan_of("9@40 + 3*1@900", CONFIGS[0])
+    arrays = PlanArrays(plan.tensors.host.numpy())
+    assert (arrays.items == plan.schedule.items.T).all()
+    assert (arrays.merges == plan.schedule.merges.T).all()
+    assert (arrays.worker_indptr == plan.schedule.worker_indptr).all()
+    assert arrays.segments[:, 1].tolist() == plan.batch.q_starts.tolist()
+    assert arrays.segments[:, 4].tolist() == plan.batch.kv_lens.tolist()
