@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sennit.attention import BatchAttention, merge_states
+from sennit.attention import BatchAttention
 from sennit.errors import (
     BackendUnavailable,
     CacheCorrupt,
@@ -26,6 +26,7 @@ from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.plan import Plan
 from sennit.spec import AttentionSpec
+from sennit.states import merge_states
 
 __version__ = "0.1.0"
 

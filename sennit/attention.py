@@ -10,6 +10,7 @@ import torch
 
 from sennit import ops
 from sennit.backends import registry
+from sennit.device import resolve_device
 from sennit.errors import InvalidInput, PlanMismatch, UnsupportedFeature
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
@@ -21,7 +22,7 @@ from sennit.spec import AttentionSpec
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["BatchAttention", "merge_states"]
+__all__ = ["BatchAttention", "RunOptions"]
 
 
 class RunOptions(TypedDict, total=False):
@@ -404,63 +405,3 @@ class BatchAttention:
                 name, expected="a tensor without gradients", got="one with requires_grad=True",
                 hint="Sennit is for inference: run the model under torch.inference_mode() or torch.no_grad()",
             )  # fmt: skip
-
-
-def resolve_device(device: torch.device | str | None) -> torch.device:
-    """The device that is meant, with an index where it is a GPU.
-
-    Raises:
-        InvalidInput: it does not exist, or not on this machine.
-    """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidInput(
-            "device", expected="a torch device", got=repr(device), hint=str(error).split("\n")[0]
-        ) from None
-    if resolved.type == "cuda":
-        count = torch.cuda.device_count()
-        if (resolved.index or 0) >= count:
-            raise InvalidInput("device", expected=f"one of the {count} CUDA devices of this machine", got=str(device))
-        if resolved.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-    return resolved
-
-
-def merge_states(states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention results over disjoint sets of keys, such as a shared prefix and what follows it.
-
-    Args:
-        states: ``(out [rows, heads, dim], lse [rows, heads])`` of each set; LSE is natural-log, float32.
-
-    Returns:
-        ``(out, lse)`` over all keys together: ``lse = log(sum(exp(lse_i)))``, ``out = sum(out_i exp(lse_i - lse))``
-        (Milakov and Gimelshein, arXiv:1805.02867). Rows that are empty everywhere give zeros and ``-inf``.
-
-    Raises:
-        InvalidInput: no state, or shapes, dtypes or devices that differ.
-
-    >>> out, lse = merge_states([(torch.ones(1, 1, 2), torch.zeros(1, 1)), (torch.zeros(1, 1, 2), torch.zeros(1, 1))])
-    >>> out, lse
-    (tensor([[[0.5000, 0.5000]]]), tensor([[0.6931]]))
-    """
-    if not states:
-        raise InvalidInput("states", expected="at least one (out, lse)", got="none")
-    first, _ = states[0]
-    for index, (out, lse) in enumerate(states):
-        if out.shape != first.shape or out.dtype != first.dtype or out.device != first.device:
-            raise InvalidInput(
-                f"states[{index}]: out", expected=f"{first.dtype} {tuple(first.shape)} on {first.device}",
-                got=f"{out.dtype} {tuple(out.shape)} on {out.device}",
-            )  # fmt: skip
-        if lse.shape != out.shape[:-1] or lse.dtype != torch.float32 or lse.device != first.device:
-            raise InvalidInput(
-                f"states[{index}]: lse", expected=f"float32 {tuple(out.shape[:-1])} on {first.device}",
-                got=f"{lse.dtype} {tuple(lse.shape)} on {lse.device}",
-            )  # fmt: skip
-    backend = registry.candidates("auto", first.device)[-1]
-    outs, lses = torch.stack([out for out, _ in states]), torch.stack([lse for _, lse in states])
-    merged: tuple[torch.Tensor, torch.Tensor] = torch.ops.sennit.merge_states(backend, outs, lses)
-    return merged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_dir", "model_dir"]
+__all__ = ["cache_dir", "debug", "model_dir"]
 
 
 def cache_dir() -> Path:
@@ -15,6 +15,14 @@ def cache_dir() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("sennit", appauthor=False)
+
+
+def debug() -> bool:
+    """Whether ``SENNIT_DEBUG`` is set to other than 0: page tables and lengths on a device are then checked too.
+
+    That copies them to the host, and so waits for the device, in every operation.
+    """
+    return os.environ.get("SENNIT_DEBUG", "0") != "0"
 
 
 def model_dir() -> Path:

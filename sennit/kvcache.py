@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from sennit.attention import BatchAttention, resolve_device
+from sennit.attention import BatchAttention
 from sennit.cache.demand import is_integer
 from sennit.cache.invariants import check_sequences
 from sennit.cache.layout import StorageLayout, count_pages, read_layers
@@ -16,6 +16,7 @@ from sennit.cache.pages import PagePool
 from sennit.cache.report import CacheMemory, CacheStats
 from sennit.cache.sequences import Sequences
 from sennit.cache.storage import KVStorage, Pools, TableMirror
+from sennit.device import resolve_device
 from sennit.errors import InvalidInput, UnsupportedFeature
 from sennit.plan.buffers import PlanBuffers
 from sennit.pools import KVLayout

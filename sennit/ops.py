@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from sennit import env
 from sennit.backends import registry
 from sennit.backends.base import Append, Attend
-from sennit.errors import PlanMismatch, StalePlan
+from sennit.errors import InvalidInput, PlanMismatch, StalePlan
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header, PlanArrays
 from sennit.pools import KVLayout, nhd_views
@@ -74,6 +75,8 @@ def _attend(
     k, v = nhd_views(k, v, operator.spec, operator.kv_layout, operator.page_size)
     _check_rows("q", q, arrays)
     _check_pages(k, arrays, operator)
+    if env.debug():
+        _check_device_data(arrays, page_table, kv_lens, k.shape[0], operator)
     if fresh and arrays[Header.NUM_TOKENS] < q.shape[0]:
         out.zero_()
     registry.load(operator.backend).attend(
@@ -115,6 +118,8 @@ def _append(
     k_view, v_view = nhd_views(k_pages, v_pages, operator.spec, operator.kv_layout, operator.page_size)
     _check_rows("k", k, arrays)
     _check_pages(k_view, arrays, operator, Header.LARGEST_SLOT_PAGE if slots is not None else Header.LARGEST_PAGE)
+    if env.debug():
+        _check_device_data(arrays, page_table, kv_lens, k_view.shape[0], operator)
     registry.load(operator.backend).append(
         Append(
             spec=operator.spec,
@@ -169,6 +174,25 @@ def _check_pages(k: torch.Tensor, arrays: PlanArrays, operator: Operator, word: 
 
 def _nothing_fake(*arguments: object) -> None:
     return None
+
+
+def _check_device_data(
+    arrays: PlanArrays, page_table: torch.Tensor, kv_lens: torch.Tensor | None, num_pages: int, operator: Operator
+) -> None:
+    """Debugging only: read page ids and exact lengths back from the device, and check those that keys use."""
+    exact = None if kv_lens is None else kv_lens.tolist()
+    for request, _, _, kv_start, kv_len, *_ in arrays.segments.tolist():
+        if exact is not None and not 0 <= exact[request] <= kv_len:
+            raise InvalidInput(
+                f"kv_lens_device[{request}]", expected=f"at most the host's bound {kv_len}", got=exact[request]
+            )
+        if operator.page_size is not None:
+            used = -(-(kv_len if exact is None else exact[request]) // operator.page_size)
+            ids = page_table[kv_start : kv_start + used].tolist()
+            if ids and not 0 <= min(ids) <= max(ids) < num_pages:
+                raise InvalidInput(
+                    f"page table of request {request}", expected=f"page ids from 0 to {num_pages - 1}", got=ids
+                )
 
 
 def _merge_states_fake(backend: str, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

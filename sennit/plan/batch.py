@@ -37,7 +37,7 @@ class Batch:
         q_starts: int64 ``[num_requests]``, first query row of each request.
         q_lens: int64 ``[num_requests]``, query rows (new tokens) of each.
         kv_lens: int64 ``[num_requests]``, keys visible to each, the new tokens included; upper bounds with
-            ``kv_lens_device``.
+            ``kv_lens_device``, which must not exceed them.
         pages: the page table, or None where keys and values are packed tensors.
         kv_starts: int64 ``[num_requests]``, first row of each in packed keys and values, or None.
         kv_lens_device: int32 ``[num_requests]`` tensor of exact lengths, or None where ``kv_lens`` are exact.
@@ -197,7 +197,7 @@ class Batch:
         if kv_lens_device is not None:
             _check_device_lengths(kv_lens_device, len(q_lens))
         if slot_mapping is not None:
-            slot_mapping = _check_slots(slot_mapping, int((q_starts + q_lens).max(initial=0)))
+            slot_mapping = _check_slots(slot_mapping, int((q_starts + q_lens).max(initial=0, where=q_lens > 0)))
         return cls(q_starts, q_lens, kv_lens, pages, None, kv_lens_device, slot_mapping)
 
     @property
@@ -213,7 +213,7 @@ class Batch:
     @property
     def num_rows(self) -> int:
         """Rows that the query tensor must at least have."""
-        return int((self.q_starts + self.q_lens).max(initial=0))
+        return int((self.q_starts + self.q_lens).max(initial=0, where=self.q_lens > 0))
 
     def pages_needed(self, page_size: int) -> Int64Array:
         """Pages that the visible keys of each request take, int64 ``[num_requests]``."""

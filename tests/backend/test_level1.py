@@ -142,6 +142,28 @@ def test_uncovered_rows_are_zero_in_new_outputs_and_untouched_in_given_ones(back
     torch.testing.assert_close(given_lse[covered], lse[covered])
 
 
+def test_debug_mode_checks_tables_and_lengths_that_the_host_cannot_see(backend, device, monkeypatch):
+    attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
+    pools = nan_pools(SPEC, 3, 4, device)
+
+    def run(table, exact):
+        batch = sennit.Batch.padded(
+            query_start_loc=[0, 1], seq_lens=[8], block_table=table,
+            kv_lens_device=torch.tensor([exact], dtype=torch.int32, device=device),
+        )  # fmt: skip
+        return attn.run(attn.plan(batch), torch.zeros(1, 6, 8, device=device), pools, sm_scale=1.0)
+
+    monkeypatch.setenv("SENNIT_DEBUG", "1")
+    good = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
+    run(good, 8)
+    with pytest.raises(sennit.InvalidInput, match=r"kv_lens_device\[0\]: expected at most the host's bound 8, got 9"):
+        run(good, 9)
+    if device != "cpu":  # a table on the host is checked without it
+        run(torch.tensor([[2, 7]], dtype=torch.int32, device=device), 4)  # the second page is not used
+        with pytest.raises(sennit.InvalidInput, match="page table of request 0: expected page ids from 0 to 2"):
+            run(torch.tensor([[2, 7]], dtype=torch.int32, device=device), 8)
+
+
 def test_left_padded_packed_tensors_need_only_explicit_starts(backend, device):
     lengths, width = [3, 7, 5], 7
     k = normal(3 * width, 2, 8, device=device)

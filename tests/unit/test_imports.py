@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2] / "sennit"
 # Lower lines may import higher ones; on one line, modules may import those to their left.
 LAYERS = [
     ["errors", "env"],
-    ["spec", "pools"],
+    ["spec", "device", "pools"],
     ["cache", "plan", "jit"],
     ["backends", "ops"],
-    ["attention", "step", "kvcache"],
+    ["attention", "states", "step", "kvcache"],
     ["hf", "compat", "check", "bench", "cli"],
 ]
 ORDER = {name: (line, column) for line, names in enumerate(LAYERS) for column, name in enumerate(names)}

@@ -1,0 +1,1 @@
+"""Measurements that ``sennit bench`` prints, each beside a check of what was measured."""

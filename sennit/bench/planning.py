@@ -1,0 +1,180 @@
+"""How long the planner takes on the host, for plans that are checked to cover their batches exactly."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sennit.errors import InvalidInput, SennitError
+from sennit.plan.batch import Batch
+from sennit.plan.cost import FloatArray, KernelConfig
+from sennit.plan.example import example_config
+from sennit.plan.plan import Plan, make_plan
+from sennit.plan.schedule import Item
+from sennit.spec import AttentionSpec
+
+__all__ = ["FLASHINFER_MICROSECONDS", "WORKLOADS", "PlanningTime", "check_coverage", "imbalance", "measure"]
+
+PAGE_SIZE = 16
+SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+
+WORKLOADS = (
+    "128*1@8192",
+    "4096@4096 + 128*1@8192",
+    "4096*1@256",
+    "34*1@8192",
+    "127*1@1024 + 1@131072",
+    "2048@2048 + 128*1@2048",
+)
+
+# FlashInfer's planner for its uniform kernel (BatchAttention), 32 query and 8 KV heads, on another machine with a
+# comparable CPU. Its prefill was 4096 tokens of 8192.
+FLASHINFER_MICROSECONDS = {"128*1@8192": 157.0, "4096@4096 + 128*1@8192": 465.0, "4096*1@256": 2021.0}
+
+
+@dataclass(frozen=True)
+class PlanningTime:
+    """Host time of one batch's plan. Times are microseconds.
+
+    Attributes:
+        batch: the batch, as it was written.
+        repeat: plans timed.
+        median, minimum, lower_quartile, upper_quartile: of their times.
+        items: work items of the plan.
+        imbalance: the fullest worker's predicted load over the mean.
+        flashinfer: FlashInfer's time for the same batch, measured elsewhere; None where there is none.
+    """
+
+    batch: str
+    repeat: int
+    median: float
+    minimum: float
+    lower_quartile: float
+    upper_quartile: float
+    items: int
+    imbalance: float
+    flashinfer: float | None
+
+
+def measure(text: str, *, repeat: int = 400, warmup: int = 20, config: KernelConfig | None = None) -> PlanningTime:
+    """Check the plan of a batch and time making it, for 32 query and 8 KV heads and pages of 16.
+
+    Reading the batch is not timed; its page table is range-checked and put into the plan in every repetition.
+
+    Args:
+        text: a batch, such as ``"128*1@8192"``.
+        repeat: plans to time.
+        warmup: plans to make before.
+        config: kernel configuration; :func:`~sennit.plan.example.example_config` when left out.
+
+    Raises:
+        InvalidInput: ``repeat`` is not positive, or the text is not a batch.
+        SennitError: the plan does not cover the batch; nothing is timed then.
+
+    >>> measure("2*1@64", repeat=3).batch
+    '2*1@64'
+    """
+    if repeat < 1:
+        raise InvalidInput("repeat", expected="a positive number of plans", got=repeat)
+    config = config or example_config()
+    batch = Batch.parse(text, page_size=PAGE_SIZE)
+    plan = _plan(batch, config)
+    check_coverage(plan)
+    times = np.empty(repeat)
+    with _no_garbage_collection():
+        for _ in range(warmup):
+            _plan(batch, config)
+        for index in range(repeat):
+            start = time.perf_counter_ns()
+            _plan(batch, config)
+            times[index] = (time.perf_counter_ns() - start) / 1e3
+    lower, median, upper = np.percentile(times, (25, 50, 75)).tolist()
+    return PlanningTime(
+        batch=text,
+        repeat=repeat,
+        median=median,
+        minimum=float(times.min()),
+        lower_quartile=lower,
+        upper_quartile=upper,
+        items=plan.schedule.num_items,
+        imbalance=imbalance(plan.loads),
+        flashinfer=FLASHINFER_MICROSECONDS.get(text),
+    )
+
+
+def _plan(batch: Batch, config: KernelConfig) -> Plan:
+    """The plan that is timed."""
+    return make_plan(
+        batch,
+        spec=SPEC,
+        owner="bench",
+        backend="example",
+        configs=(config,),
+        page_size=PAGE_SIZE,
+        device=torch.device("cpu"),
+    )
+
+
+def imbalance(loads: FloatArray) -> float:
+    """The fullest worker's load over the mean, ``loads [num_workers]``; 1.0 where there is nothing to do.
+
+    >>> imbalance(np.array([3.0, 1.0]))
+    1.5
+    """
+    return float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+
+def check_coverage(plan: Plan) -> None:
+    """Verify that every query row and head meets each of its tile's visible keys exactly once.
+
+    Raises:
+        SennitError: it does not; the text names a tile that is wrong.
+    """
+    reached: dict[tuple[int, int, int, int], int] = {}  # segment, first row, rows, head -> keys up to here are covered
+    items = plan.schedule.items.T.tolist()
+    for segment, row, rows, first_head, heads, start, end, _ in sorted(items, key=lambda item: item[Item.KEY_START]):
+        for head in range(first_head, first_head + heads):
+            tile = (segment, row, rows, head)
+            if reached.get(tile, 0) != start:
+                raise SennitError(f"plan: keys before {start} of tile {tile} are missing or twice; a bug in Sennit")
+            reached[tile] = end
+    expected = _visible_keys(plan)
+    if wrong := reached.items() ^ expected.items():
+        tile, _ = min(wrong)
+        got, wanted = reached.get(tile, "none"), expected.get(tile, "none")
+        raise SennitError(f"plan: tile {tile} covers {got} keys instead of {wanted}; a bug in Sennit")
+
+
+def _visible_keys(plan: Plan) -> dict[tuple[int, int, int, int], int]:
+    """Keys that each tile's last row sees, from the definition."""
+    strands = zip(plan.config.strands, plan.schedule.lines, strict=True)
+    tile_rows = {segment: strand.tile_rows for strand, line in strands for segment in line.segment.tolist()}
+    segments, group = plan.segments, plan.spec.group_size
+    found = {}
+    columns = (segments.q_len.tolist(), segments.kv_len.tolist(), segments.causal.tolist())
+    for segment, (q_len, kv_len, causal) in enumerate(zip(*columns, strict=True)):
+        size = tile_rows.get(segment, 1)  # a segment that was forgotten has tiles of no plan
+        for row in range(0, q_len * group, size):
+            rows = min(size, q_len * group - row)
+            seen = kv_len - q_len + (row + rows - 1) // group + 1 if causal else kv_len
+            for head in range(plan.spec.num_kv_heads):
+                found[segment, row, rows, head] = min(max(seen, 0), kv_len)
+    return found
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

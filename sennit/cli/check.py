@@ -1,0 +1,235 @@
+"""``sennit check``: the self-test, on this machine, of every backend that can run here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sennit.cli.output import console, error_console, print_json, table
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from sennit.check.selftest import Case, Outcome
+
+__all__ = ["check"]
+
+MOST_FAILURES = 5  # printed in full; --json has all
+
+
+@dataclass
+class Tally:
+    """What has come of the cases of one backend and group so far."""
+
+    backend: str
+    group: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    worst_ratio: float = 0.0
+    reasons: set[str] = field(default_factory=set)  # of the skipped ones
+
+    @property
+    def cases(self) -> int:
+        """Cases that have been run or skipped."""
+        return self.passed + self.failed + self.skipped
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that failed, and the command that runs it again."""
+
+    backend: str
+    case: str
+    text: str
+    repeat: str
+
+
+def check(
+    device: Annotated[
+        str | None, typer.Option(help="Device to test, such as cpu or cuda:1.", show_default="a GPU if there is one")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Backend to test.", show_default="all that can run on the device")
+    ] = None,
+    num_random: Annotated[int, typer.Option("--random", min=0, help="Random hostile problems for each backend.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random problems.")] = 0,
+    only: Annotated[
+        str, typer.Option(metavar="PATTERN", help="Run only the cases with matching names, such as 'pages/*'.")
+    ] = "*",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare every backend with dense float64 attention, on this machine.
+
+    An error is allowed up to twice that of plain PyTorch in the same dtype, plus one rounding. Exit code 1: a case
+    failed; the output says how to run it again.
+
+    Example: sennit check --random 1000 --seed 7
+    """
+    from sennit.check.selftest import cases
+    from sennit.device import resolve_device
+    from sennit.errors import InvalidInput
+
+    target = resolve_device(device)
+    chosen = [
+        (name, case)
+        for name in _backends(backend, target)
+        for case in cases(name, target, num_random=num_random, seed=seed)
+        if fnmatchcase(case.name, only)
+    ]
+    if not chosen:
+        raise InvalidInput("--only", expected="a pattern that some case's name matches", got=repr(only))
+    options = f"--device {target} --random {num_random} --seed {seed}"
+    tallies, failures = _run(chosen, options)
+    if as_json:
+        print_json(_as_json(tallies, failures, str(target), seed))
+    else:
+        _print(tallies, failures, str(target))
+    if failures:
+        raise typer.Exit(1)
+
+
+def _backends(backend: str | None, device: torch.device) -> list[str]:
+    from sennit.backends import registry
+    from sennit.errors import BackendUnavailable
+
+    examined = [
+        registry.examine(name, None, frozenset(), device) for name in ([backend] if backend else registry.names())
+    ]
+    found = [candidate.name for candidate in examined if candidate.support.accepted]
+    if not found:
+        raise BackendUnavailable(f"no backend to test on {device} ({'; '.join(map(str, examined))})")
+    return found
+
+
+def _run(chosen: list[tuple[str, Case]], options: str) -> tuple[list[Tally], list[Failure]]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    stderr = error_console()
+    columns = (
+        TextColumn("{task.description:32}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    tallies: dict[tuple[str, str], Tally] = {}
+    failures: list[Failure] = []
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task("", total=len(chosen))
+        for backend, case in chosen:
+            bar.update(task, description=f"{backend} {case.group}")
+            tally = tallies.setdefault((backend, case.group), Tally(backend, case.group))
+            if wrong := _run_case(case, tally):
+                repeat = f"sennit check --backend {backend} {options} --only '{case.name}'"
+                failures.append(Failure(backend, case.name, wrong, repeat))
+            bar.advance(task)
+    return list(tallies.values()), failures
+
+
+def _run_case(case: Case, tally: Tally) -> str:
+    """Run a case and count it; what is wrong, or an empty text."""
+    from sennit.errors import UnsupportedFeature
+
+    try:
+        outcome: Outcome = case.run()
+    except UnsupportedFeature as error:
+        tally.skipped += 1
+        tally.reasons.add(str(error))
+        return ""
+    except Exception as error:  # whatever a backend raises is a failure of that case, not the end of the test
+        tally.failed += 1
+        tally.worst_ratio = float("inf")
+        return f"{type(error).__name__}: {error}"
+    tally.worst_ratio = max(tally.worst_ratio, outcome.ratio)
+    if outcome.passed:
+        tally.passed += 1
+        return ""
+    tally.failed += 1
+    return outcome.text
+
+
+def _as_json(tallies: list[Tally], failures: list[Failure], device: str, seed: int) -> dict[str, Any]:
+    from dataclasses import asdict
+    from math import isfinite
+
+    return {
+        "passed": not failures,
+        "device": device,
+        "seed": seed,
+        "groups": [
+            {
+                "backend": tally.backend,
+                "group": tally.group,
+                "cases": tally.cases,
+                "passed": tally.passed,
+                "failed": tally.failed,
+                "skipped": tally.skipped,
+                "worst_ratio": tally.worst_ratio if isfinite(tally.worst_ratio) else None,
+                "skip_reasons": sorted(tally.reasons),
+            }
+            for tally in tallies
+        ],
+        "failures": [asdict(failure) for failure in failures],
+    }
+
+
+def _print(tallies: list[Tally], failures: list[Failure], device: str) -> None:
+    from rich.text import Text
+
+    stdout = console()
+    stdout.print(_table(tallies, device))
+    for reason in sorted({reason for tally in tallies for reason in tally.reasons}):
+        stdout.print(f"skipped: {reason}", style="dim")
+    for failure in failures[:MOST_FAILURES]:
+        stdout.print(Text(f"{failure.backend} fails {failure.case}", "bold red"))
+        stdout.print(failure.text)
+        stdout.print(f"run it again: {failure.repeat}\n", soft_wrap=True)
+    if len(failures) > MOST_FAILURES:
+        stdout.print(f"... and {len(failures) - MOST_FAILURES} more failures; --json has them all\n")
+    for backend in dict.fromkeys(tally.backend for tally in tallies):
+        stdout.print(_verdict(backend, [tally for tally in tallies if tally.backend == backend], device))
+
+
+def _table(tallies: list[Tally], device: str) -> Table:
+    from rich.text import Text
+
+    title = f"Against dense float64 on {device}"
+    made = table(title, "backend", "cases of", ">passed", ">failed", ">skipped", ">error", "of what is allowed")
+    previous = ""
+    for tally in tallies:
+        ratio = tally.worst_ratio
+        tried = tally.passed + tally.failed
+        made.add_row(
+            tally.backend if tally.backend != previous else "",
+            tally.group,
+            f"{tally.passed}",
+            Text(f"{tally.failed}", "bold red") if tally.failed else "0",
+            f"{tally.skipped}" if tally.skipped else "0",
+            f"{100 * ratio:.0f} %" if tried and ratio < 100 else ("far" if tried else ""),
+            _gauge(ratio) if tried else Text("skipped", "dim"),
+        )
+        previous = tally.backend
+    return made
+
+
+def _gauge(ratio: float, width: int = 20) -> Any:
+    from rich.text import Text
+
+    filled = min(width, round(width * min(ratio, 1.0)))
+    text = Text("█" * filled, "green" if ratio <= 1 else "red")
+    return text.append("·" * (width - filled), "dim")
+
+
+def _verdict(backend: str, tallies: Iterable[Tally], device: str) -> Any:
+    from rich.text import Text
+
+    tallies = list(tallies)
+    passed, failed = sum(tally.passed for tally in tallies), sum(tally.failed for tally in tallies)
+    skipped = sum(tally.skipped for tally in tallies)
+    text = f"{backend} on {device}: {passed} of {passed + failed} cases right" + f", {skipped} skipped" * bool(skipped)
+    return Text(text, "bold red" if failed else "bold green" if passed else "bold yellow")

@@ -1,0 +1,80 @@
+"""A plan in plain values: what ``sennit plan`` prints, and gives as JSON."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from sennit.bench.planning import imbalance
+from sennit.plan.plan import Plan
+from sennit.plan.schedule import Item, Merge
+
+__all__ = ["describe"]
+
+
+def describe(plan: Plan, *, causal: bool) -> dict[str, Any]:
+    """Numbers and names of a plan; times are microseconds, predicted.
+
+    Args:
+        plan: the plan.
+        causal: the flag that it was made with.
+    """
+    schedule, config, spec = plan.schedule, plan.config, plan.spec
+    names = [strand.name for strand in config.strands]
+    starts, ends = schedule.worker_indptr[:, 0], schedule.worker_indptr[:, -1]
+    return {
+        "batch": str(plan.batch),
+        "num_qo_heads": spec.num_qo_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim_qk": spec.head_dim_qk,
+        "head_dim_vo": spec.head_dim_vo,
+        "page_size": plan.page_size,
+        "causal": causal,
+        "split_size": plan.split_size,
+        "backend": plan.backend,
+        "configuration": config.name,
+        "workers": config.num_workers,
+        "combine": config.combine,
+        "strands": [{"name": s.name, "tile_rows": s.tile_rows, "key_step": s.key_step} for s in config.strands],
+        "segments": _groups(plan),
+        "items": schedule.num_items,
+        "items_by_strand": dict(zip(names, (ends - starts).tolist(), strict=True)),
+        "splits": int(schedule.merges[Merge.NUM_PARTS].sum()),
+        "merges": schedule.num_merges,
+        "partial_rows": schedule.num_partial_rows,
+        "makespan_us": float(plan.loads.max()),
+        "mean_us": float(plan.loads.mean()),
+        "imbalance": imbalance(plan.loads),
+        "loads_us": dict(zip(names, schedule.loads.tolist(), strict=True)),
+    }
+
+
+def _groups(plan: Plan) -> list[dict[str, Any]]:
+    """Equal neighbours among the segments, counted together."""
+    segments, count = plan.segments, len(plan.segments)
+    strand, times = np.full(count, -1), np.zeros(count)
+    for index, line in enumerate(plan.schedule.lines):
+        strand[line.segment] = index
+        times += np.bincount(line.segment, line.head_time * line.num_heads, minlength=count)
+    items = plan.schedule.items
+    partial = items[Item.NUM_HEADS] * (items[Item.PARTIAL_ROW] >= 0)
+    splits = np.bincount(items[Item.SEGMENT], partial, minlength=count)
+    items_of = np.bincount(items[Item.SEGMENT], minlength=count)
+    kinds = np.stack([segments.q_len, segments.kv_len, strand])
+    changes = np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1
+    bounds = [0, *changes.tolist(), count] if count else []
+    return [
+        {
+            "requests": end - start,
+            "q_len": int(segments.q_len[start]),
+            "kv_len": int(segments.kv_len[start]),
+            # A segment without rows is on no strand.
+            "strand": plan.config.strands[strand[start]].name if strand[start] >= 0 else None,
+            "items": int(items_of[start:end].sum()),
+            "splits": int(splits[start:end].sum()),
+            "time_us": float(times[start:end].sum()),
+        }
+        for start, end in pairwise(bounds)
+    ]

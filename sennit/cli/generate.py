@@ -1,0 +1,197 @@
+"""``sennit generate``: completions of one or many prompts by a Hugging Face model, all of them in one batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sennit.cli.output import console, error_console, fail, print_json, working
+
+if TYPE_CHECKING:
+    from sennit.hf import Completion, Event
+
+__all__ = ["Dtype", "generate"]
+
+
+class Dtype(str, Enum):
+    """Dtypes of weights."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="Prompts; without any, standard input is one.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH_OR_ID", help="A folder, or a model's id on the hub.", show_default="SmolLM2-135M-Instruct"
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most for each prompt.")] = 64,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            allow_dash=True,
+            help="A file of prompts, one a line; - is standard input.",
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where the model runs, such as cuda:1.", show_default="a GPU if there is one")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights; auto: as they are stored.")] = Dtype.AUTO,
+) -> None:
+    """Generate greedily for prompts, all of them in one batch, and print the texts in the prompts' order.
+
+    Example: sennit generate "What is a braid?" "And a sennit?" --max-new-tokens 40
+    """
+    asked = _read_prompts(list(prompts or ()), file)
+    loaded = _load(model, device, dtype)
+    if len(asked) == 1 and not as_json:
+        _stream_one(loaded, asked[0], max_new_tokens, raw)
+        return
+    completions = _run_all(loaded, asked, max_new_tokens, raw)
+    if as_json:
+        print_json([_as_json(prompt, done) for prompt, done in zip(asked, completions, strict=True)])
+    else:
+        _print_all(asked, completions)
+
+
+def _read_prompts(prompts: list[str], file: Path | None) -> list[str]:
+    """Prompts of the command line, then those of the file; or all of standard input where it is piped."""
+    try:
+        if file is not None:
+            lines = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8-sig")
+            prompts += [line for line in lines.splitlines() if line.strip()]
+            if not prompts:
+                fail(f"{file}: expected a prompt a line, got no line that is not blank")
+        elif not prompts and not sys.stdin.isatty() and (piped := sys.stdin.read().strip()):
+            prompts = [piped]
+    except UnicodeDecodeError as error:
+        fail(f"{file or 'standard input'}: expected text in UTF-8, got {error.object[error.start : error.start + 1]!r}")
+    if any("\udc80" <= letter <= "\udcff" for prompt in prompts for letter in prompt):  # how Python keeps other bytes
+        fail("PROMPT: expected text in UTF-8, got other bytes")
+    if not prompts:
+        fail("no prompt: give one (\"sennit generate 'What is a braid?'\"), or --file, or pipe one in")
+    return prompts
+
+
+def _load(model: str | None, device: str | None, dtype: Dtype) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    import torch
+
+    from sennit.device import resolve_device
+
+    target = resolve_device(device)
+    wanted = None if dtype is Dtype.AUTO else getattr(torch, dtype.value)
+    try:
+        with working("Loading transformers ..."):
+            from sennit.hf import loading, smollm2
+    except ImportError as error:  # it says what to install
+        fail(str(error))
+    # Fetching, here or from the hub, draws its own progress.
+    source = str(smollm2.ensure()) if model is None else model
+    with working(f"Loading {model or smollm2.NAME} ...", shown=Path(source).expanduser().exists()):
+        return loading.load(source, dtype=wanted, device=target)
+
+
+def _events(loaded: tuple[Any, Any], prompts: list[str], max_new_tokens: int, raw: bool) -> Any:
+    from sennit.hf import stream
+
+    return closing(stream(*loaded, prompts, max_new_tokens=max_new_tokens, raw=raw))
+
+
+def _stream_one(loaded: tuple[Any, Any], prompt: str, max_new_tokens: int, raw: bool) -> None:
+    """Print the text of one prompt as it comes."""
+    shown = not sys.stdout.isatty()  # on a terminal the text itself shows how far it is
+    with _events(loaded, [prompt], max_new_tokens, raw) as events, _progress(1, max_new_tokens, shown) as advance:
+        try:
+            for event in events:
+                typer.echo(event.text, nl=False)
+                advance(event)
+        finally:
+            typer.echo()  # also after Ctrl-C: what is printed next begins a line
+
+
+def _run_all(loaded: tuple[Any, Any], prompts: list[str], max_new_tokens: int, raw: bool) -> list[Completion]:
+    found: dict[int, Completion] = {}
+    with (
+        _events(loaded, prompts, max_new_tokens, raw) as events,
+        _progress(len(prompts), max_new_tokens, True) as advance,
+    ):
+        for event in events:
+            advance(event)
+            if event.completion is not None:
+                found[event.request] = event.completion
+    return [found[index] for index in range(len(prompts))]
+
+
+@contextmanager
+def _progress(prompts: int, max_new_tokens: int, shown: bool) -> Iterator[Any]:
+    """A bar on standard error, where that is a terminal; gives the function that takes each event."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    stderr = error_console()
+    columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    tokens = done = 0
+    # Standard output must not be taken over: texts go there while the bar is shown.
+    with Progress(
+        *columns,
+        console=stderr,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not (shown and stderr.is_terminal),
+    ) as bar:
+        task = bar.add_task("reading the prompts", total=prompts * max_new_tokens)
+
+        def advance(event: Event) -> None:
+            nonlocal tokens, done
+            tokens += event.token_id is not None
+            if event.completion is not None:
+                done += 1
+            # What a finished request did not use counts as done.
+            spared = max_new_tokens - len(event.completion.token_ids) if event.completion is not None else 0
+            text = f"{tokens} tokens" + (f", {done} of {prompts} prompts done" if prompts > 1 else "")
+            bar.update(task, advance=(event.token_id is not None) + spared, description=text)
+
+        yield advance
+
+
+def _print_all(prompts: list[str], completions: list[Completion]) -> None:
+    from rich.text import Text
+
+    stdout = console()
+    for index, (prompt, done) in enumerate(zip(prompts, completions, strict=True), 1):
+        heading = Text(f"[{index}] ", "dim").append(" ".join(prompt.split()), "bold blue")
+        heading.truncate(stdout.width, overflow="ellipsis")
+        stdout.print(heading, no_wrap=True)
+        typer.echo(done.text.strip("\n"))
+        note = f"{len(done.token_ids)} tokens, {done.finish_reason}"
+        stdout.print(note, style="dim", end="\n\n" if index < len(prompts) else "\n")
+
+
+def _as_json(prompt: str, done: Completion) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "text": done.text,
+        "token_ids": done.token_ids,
+        "finish_reason": done.finish_reason,
+    }

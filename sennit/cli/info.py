@@ -1,0 +1,182 @@
+"""``sennit info``: versions, devices, backends with their reasons, and the folders that Sennit writes to."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sennit.cli.output import console, format_bytes, print_json, table
+
+__all__ = ["info"]
+
+# Looked up by their metadata: importing some of them takes seconds.
+OPTIONAL = {"transformers": "hf", "safetensors": "hf", "accelerate": "hf", "gguf": "hf", "matplotlib": "bench"}
+OTHERS = ("triton", "flashinfer-python")
+
+
+def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show versions, devices, backends with the reason for each, and cache folders.
+
+    Example: sennit info --json
+    """
+    found = {
+        "versions": _versions(),
+        "devices": _devices(),
+        "backends": _backends(),
+        "cache": _cache(),
+    }
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def _versions() -> dict[str, str | None]:
+    import numpy
+    import torch
+
+    import sennit
+
+    found: dict[str, str | None] = {
+        "sennit": sennit.__version__,
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }
+    for name in OPTIONAL:
+        found[name] = _installed(name)
+    return found | {name: version for name in OTHERS if (version := _installed(name)) is not None}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    devices: list[dict[str, Any]] = [
+        {
+            "device": "cpu",
+            "name": _cpu_name(),
+            "threads": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "memory_bytes": _main_memory(),
+        }
+    ]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "multiprocessors": properties.multi_processor_count,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    return devices
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _main_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _backends() -> list[dict[str, Any]]:
+    import torch
+
+    from sennit.backends import registry
+
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    found = []
+    for device in map(torch.device, kinds):
+        preferred = registry.candidates("auto", device)
+        ordered = [*preferred, *(name for name in registry.names() if name not in preferred)]
+        for name in ordered:
+            accepted, reason = _examine(name, device)
+            place = preferred.index(name) + 1 if name in preferred else None
+            entry = {"backend": name, "device": device.type, "accepted": accepted, "reason": reason}
+            found.append(entry | {"auto_order": place})
+    return found
+
+
+def _examine(name: str, device: Any) -> tuple[bool, str]:
+    from sennit.backends import registry
+
+    try:
+        support = registry.examine(name, None, frozenset(), device).support
+    except Exception as error:  # one broken package of a third party must not hide all the rest
+        return False, f"{type(error).__name__}: {error}"
+    return support.accepted, support.reason
+
+
+def _cache() -> list[dict[str, Any]]:
+    from sennit.env import cache_dir
+
+    root = cache_dir()
+    inside = sorted(path for path in root.glob("*/*") if path.is_dir()) if root.is_dir() else []
+    return [{"folder": str(path), "exists": path.is_dir(), "bytes": _size(path)} for path in (root, *inside)]
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:  # deleted meanwhile
+                continue
+    return total
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    stdout = console()
+    versions = table("Versions", "package", "version")
+    for name, version in found["versions"].items():
+        missing = Text(f"not installed: pip install 'sennit[{OPTIONAL.get(name)}]'", "dim")
+        versions.add_row(name, version or missing)
+    devices = table("Devices", "device", "name", ">memory", "details")
+    for device in found["devices"]:
+        memory = device["memory_bytes"]
+        devices.add_row(device["device"], device["name"], format_bytes(memory) if memory else "", _details(device))
+    backends = table("Backends", "device", "backend", "accepted", "auto", "reason")
+    for backend in found["backends"]:
+        accepted = Text("yes", "green") if backend["accepted"] else Text("no", "red")
+        place = backend["auto_order"]
+        order = f"choice {place}" if place else "by name only"
+        backends.add_row(backend["device"], backend["backend"], accepted, order, backend["reason"])
+    cache = table("Cache folders", "folder", ">size")
+    for entry in found["cache"]:
+        cache.add_row(
+            entry["folder"], format_bytes(entry["bytes"]) if entry["exists"] else Text("not there yet", "dim")
+        )
+    for part in (versions, devices, backends, cache):
+        stdout.print(part)
+    stdout.print("SENNIT_CACHE_DIR moves the cache; any folder in it may be deleted.", style="dim")
+
+
+def _details(device: dict[str, Any]) -> str:
+    if "threads" in device:
+        return f"{device['threads']} threads, {device['instructions']}"
+    return f"{device['multiprocessors']} SMs, compute capability {device['capability']}"

@@ -1,0 +1,114 @@
+"""What the commands share of their output: consoles, JSON, units, and how an error ends a command."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = [
+    "command_group",
+    "console",
+    "error_console",
+    "fail",
+    "format_bytes",
+    "print_json",
+    "table",
+    "working",
+]
+
+USAGE_ERROR, INTERRUPTED = 2, 130
+
+
+class Commands(TyperGroup):
+    """A group of commands in which errors that Sennit raises on purpose, and Ctrl-C, end a command with one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        from sennit.errors import SennitError
+
+        try:
+            return super().invoke(ctx)
+        except SennitError as error:
+            fail(str(error))
+        except MemoryError:
+            fail("this machine has too little memory for that")
+        except KeyboardInterrupt:
+            error_console().print("stopped", style="red")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def command_group(**options: Any) -> typer.Typer:
+    """A group of commands, with what all groups have in common."""
+    return typer.Typer(
+        cls=Commands,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+        **options,
+    )
+
+
+def fail(message: str) -> NoReturn:
+    """Print one red line and end the command with exit code 2."""
+    error_console().print(f"error: {message}", style="red", soft_wrap=True)
+    raise typer.Exit(USAGE_ERROR)
+
+
+def console() -> Console:
+    """Standard output. Text is printed as it is: brackets in a prompt are no markup."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False)
+
+
+def error_console() -> Console:
+    """Standard error, for progress and errors; likewise."""
+    from rich.console import Console
+
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
+def working(what: str, *, shown: bool = True) -> AbstractContextManager[object]:
+    """A spinner on standard error while something takes long, where that is a terminal."""
+    stderr = error_console()
+    return stderr.status(what, spinner_style="blue") if shown and stderr.is_terminal else nullcontext()
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON on standard output; infinities and NaN are refused, since JSON has none."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table in the style of all commands; a column that begins with ``>`` is aligned right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(
+            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
+        )
+    return made
+
+
+def format_bytes(size: float) -> str:
+    """Bytes with a decimal unit.
+
+    >>> format_bytes(541_615_114)
+    '542 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

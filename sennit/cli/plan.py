@@ -1,0 +1,203 @@
+"""``sennit plan``: prints what the planner makes of given lengths, as a table and a bar a worker."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sennit.cli.output import console, print_json, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from sennit.plan.cost import KernelConfig
+    from sennit.plan.plan import Plan
+    from sennit.spec import AttentionSpec
+
+__all__ = ["Combine", "plan"]
+
+MOST_ROWS = 20  # of the table of segments
+
+
+class Combine(str, Enum):
+    """How the strands of the example configuration share a worker."""
+
+    SUM = "sum"
+    MAX = "max"
+
+
+def plan(
+    batch: Annotated[str, typer.Argument(help='Requests as new@visible tokens: "2048@16384 + 64*1@16384".')],
+    heads: Annotated[str, typer.Option(metavar="QO/KV", help="Query heads and KV heads.")] = "32/8",
+    head_dim: Annotated[str, typer.Option(metavar="DIM", help="Head dimension, or QK/VO if they differ.")] = "128",
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 16,
+    split_size: Annotated[int | None, typer.Option(min=1, help="Split keys at its multiples only.")] = None,
+    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Rows see no key behind their own.")] = True,
+    workers: Annotated[int | None, typer.Option(min=1, help="Workers (SMs).", show_default="132")] = None,
+    combine: Annotated[
+        Combine | None, typer.Option(help="Strands one after the other (sum), side by side (max).", show_default="max")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Use this backend's configurations instead of the example of an H200.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show how a batch is cut into work items and placed on workers. Nothing is computed, and no GPU is needed.
+
+    Example: sennit plan "2048@2048 + 128*1@2048" --heads 32/8
+    """
+    from sennit.cli.description import describe
+    from sennit.plan.batch import Batch
+
+    spec = _spec(heads, head_dim)
+    parsed = Batch.parse(batch, page_size=page_size)
+    configs = _example(workers, combine) if backend is None else _offered(backend, spec, workers, combine)
+    made = _make(parsed, spec, configs, backend or "example", page_size, causal, split_size)
+    described = describe(made, causal=causal)
+    if as_json:
+        print_json(described)
+    else:
+        _print(described)
+
+
+def _spec(heads: str, head_dim: str) -> AttentionSpec:
+    import torch
+
+    from sennit.spec import AttentionSpec
+
+    num_qo_heads, num_kv_heads = _pair("--heads", heads, "two numbers, as in 32/8")
+    dim_qk, dim_vo = _pair("--head-dim", head_dim if "/" in head_dim else f"{head_dim}/{head_dim}", "128 or 192/128")
+    return AttentionSpec(
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=dim_qk,
+        head_dim_vo=dim_vo,
+        dtype=torch.bfloat16,
+    )
+
+
+def _pair(option: str, text: str, expected: str) -> tuple[int, int]:
+    from sennit.errors import InvalidInput
+
+    first, _, second = text.partition("/")
+    if not (first.strip().isdecimal() and second.strip().isdecimal()):
+        raise InvalidInput(option, expected=expected, got=repr(text))
+    return int(first), int(second)
+
+
+def _example(workers: int | None, combine: Combine | None) -> Sequence[KernelConfig]:
+    from sennit.plan.example import example_config
+
+    return (example_config(workers or 132, (combine or Combine.MAX).value),)
+
+
+def _offered(backend: str, spec: AttentionSpec, workers: int | None, combine: Combine | None) -> Sequence[KernelConfig]:
+    """Configurations of a backend, for the GPU of this machine if it runs there."""
+    import torch
+
+    from sennit.backends import registry
+    from sennit.device import resolve_device
+    from sennit.errors import BackendUnavailable, InvalidInput
+
+    for option, value in (("--workers", workers), ("--combine", combine)):
+        if value is not None:
+            raise InvalidInput(option, expected="nothing beside --backend, which has its own", got=value)
+    devices = dict.fromkeys([resolve_device(None), torch.device("cpu")])
+    tried = {device: registry.examine(backend, spec, frozenset({"paged"}), device).support for device in devices}
+    for device, support in tried.items():
+        if support.accepted:
+            return registry.load(backend).configs(spec, device)
+    reasons = "; ".join(f"{device}: {support.reason}" for device, support in tried.items())
+    raise BackendUnavailable(f"backend {backend!r} has no configurations for this here ({reasons})")
+
+
+def _make(
+    batch: Any,
+    spec: AttentionSpec,
+    configs: Sequence[KernelConfig],
+    backend: str,
+    page_size: int,
+    causal: bool,
+    split_size: int | None,
+) -> Plan:
+    import torch
+
+    from sennit.plan.plan import make_plan
+
+    return make_plan(
+        batch,
+        spec=spec,
+        owner="sennit plan",
+        backend=backend,
+        configs=configs,
+        page_size=page_size,
+        device=torch.device("cpu"),
+        causal=causal,
+        split_size=split_size,
+    )
+
+
+def _print(described: dict[str, Any]) -> None:
+    import numpy as np
+    from rich.padding import Padding
+
+    from sennit.cli.bars import WorkerBars
+
+    stdout = console()
+    stdout.print(described["batch"], style="bold")
+    stdout.print(_facts(described))
+    stdout.print(_segments(described["segments"]))
+    idle = np.zeros(described["workers"])
+    loads = {name: np.array(times) for name, times in described["loads_us"].items()}
+    bars = WorkerBars(loads.get("wide", idle), loads.get("narrow", idle), described["combine"] == "max")
+    stdout.print("Predicted load of each worker", style="bold")
+    stdout.print(Padding(bars, (0, 0, 1, 0)))
+
+
+def _facts(described: dict[str, Any]) -> Table:
+    """What was planned, and the plan in numbers."""
+    from rich.table import Table
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    dims = (described["head_dim_qk"], described["head_dim_vo"])
+    dim = f"{dims[0]}/{dims[1]}" if dims[0] != dims[1] else f"{dims[0]}"
+    splitting = (
+        f"fixed splits of {described['split_size']} keys" if described["split_size"] else "splits where they help"
+    )
+    how = "side by side" if described["combine"] == "max" else "one after the other"
+    strands = ", ".join(f"{s['name']} {s['tile_rows']} rows x {s['key_step']} keys" for s in described["strands"])
+    items = ", ".join(f"{count} {name}" for name, count in described["items_by_strand"].items())
+    rows = {
+        "layer": f"{described['num_qo_heads']} query heads, {described['num_kv_heads']} KV heads, head dim {dim}",
+        "step": f"{'causal' if described['causal'] else 'not causal'}, pages of {described['page_size']}, {splitting}",
+        "configuration": f"{described['configuration']}, {described['workers']} workers, strands {how}",
+        "tiles": strands,
+        "work items": f"{described['items']} ({items})",
+        "splits": f"{described['splits']} partial results of {described['partial_rows']} rows, "
+        f"{described['merges']} merges",
+        "makespan": f"{described['makespan_us']:.1f} us predicted, mean {described['mean_us']:.1f} us, "
+        f"imbalance {described['imbalance']:.3f}",
+    }
+    for name, value in rows.items():
+        facts.add_row(name, value)
+    return facts
+
+
+def _segments(groups: list[dict[str, Any]]) -> Table:
+    made = table(
+        "Segments", ">requests", ">new tokens", ">visible keys", "strand", ">items", ">splits", ">share of work"
+    )
+    total = sum(group["time_us"] for group in groups) or 1.0
+    for group in groups[:MOST_ROWS]:
+        share = f"{100 * group['time_us'] / total:.1f} %"
+        numbers = (f"{group[name]}" for name in ("requests", "q_len", "kv_len"))
+        made.add_row(*numbers, group["strand"] or "none", f"{group['items']}", f"{group['splits']}", share)
+    if len(groups) > MOST_ROWS:
+        made.caption = f"and {len(groups) - MOST_ROWS} more kinds of segment; --json has them all"
+    return made

@@ -1,0 +1,32 @@
+"""Which device is meant: by name, by default, and with an index where it is a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from sennit.errors import InvalidInput
+
+__all__ = ["resolve_device"]
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """The device that is meant, with an index where it is a GPU.
+
+    Raises:
+        InvalidInput: it does not exist, or not on this machine.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInput(
+            "device", expected="a torch device", got=repr(device), hint=str(error).split("\n")[0]
+        ) from None
+    if resolved.type == "cuda":
+        count = torch.cuda.device_count()
+        if (resolved.index or 0) >= count:
+            raise InvalidInput("device", expected=f"one of the {count} CUDA devices of this machine", got=str(device))
+        if resolved.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    return resolved

@@ -1,0 +1,271 @@
+"""Continuous batching of a Hugging Face model: requests join, decode and leave, one packed step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sennit.errors import CapacityExceeded, InvalidInput, SennitError
+from sennit.hf.forward import PackedForward
+from sennit.hf.greedy import check_greedy, stop_tokens
+from sennit.hf.models import layer_specs, model_device, vocab_size
+from sennit.hf.prompts import Prompt, encode
+from sennit.hf.queue import RequestQueue
+from sennit.hf.requests import Event, Request
+from sennit.hf.sharing import SharedSequences
+from sennit.hf.sizing import default_tokens, positive
+from sennit.hf.text import TextStream
+from sennit.kvcache import KVCache
+
+__all__ = ["MAX_REQUESTS", "PAGE_SIZE", "Batcher", "BatcherStats"]
+
+PAGE_SIZE = 16
+MAX_REQUESTS = 64
+MAX_BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class BatcherStats:
+    """What a batcher has done so far, and what it holds now.
+
+    Attributes:
+        steps: packed steps run.
+        tokens_computed: tokens that went through the model; more than once where preemption made it necessary.
+        tokens_generated: new tokens.
+        prompts_chunked: times that a prompt took more than one step.
+        forks: requests that began with pages of another.
+        tokens_shared: tokens that they did not have to compute.
+        preemptions: times that a running request was put back because memory ran out.
+        evictions: finished sequences given up because memory ran out.
+        running: requests in the cache.
+        waiting: requests in the queue.
+        retained: finished sequences that are kept for their prefixes.
+    """
+
+    steps: int
+    tokens_computed: int
+    tokens_generated: int
+    prompts_chunked: int
+    forks: int
+    tokens_shared: int
+    preemptions: int
+    evictions: int
+    running: int
+    waiting: int
+    retained: int
+
+
+class Batcher:
+    """Greedy generation for prompts that come and go, sharing every step of one model.
+
+    Each :meth:`step` is one forward pass over packed tokens: one of every request that decodes, and as much of the
+    prompts as the token budget allows. When memory runs out, finished sequences that were kept for their prefixes go
+    first; then the request that started last is put back at the front of the queue and computed again later. A request
+    that fills the whole cache alone ends with finish reason ``"capacity"``. The same calls give the same steps.
+
+    The model's attention setting is Sennit's while a step runs and its own between steps. One thread at a time uses a
+    batcher and its model.
+
+    Args:
+        model: a transformers ``LlamaForCausalLM`` or ``Qwen3ForCausalLM`` on one device.
+        tokenizer: its tokenizer; None when prompts are token ids (texts are then empty).
+        memory: of the cache: ``"4GiB"``, bytes, or a fraction of what is free.
+        num_tokens: or its size in tokens. Without either it holds ``max_requests`` sequences of the model's full
+            length, or takes a sensible part of the free memory if that is less.
+        page_size: tokens a page; also the unit in which prefixes are found.
+        max_batch_tokens: tokens that a step computes at most; longer prompts are cut into chunks.
+        max_requests: requests that run at the same time.
+        share_prefixes: fork what another request has computed already.
+        backend: of the cache's attention, ``"auto"`` or a name.
+
+    Raises:
+        UnsupportedModel: the model's architecture has not been tested.
+        UnsupportedFeature: the model has sliding windows, is spread over devices, or its generation configuration asks
+            for something that changes greedy tokens, such as a repetition penalty.
+        InvalidInput: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any | None = None,
+        *,
+        memory: str | int | float | None = None,
+        num_tokens: int | None = None,
+        page_size: int = PAGE_SIZE,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
+        max_requests: int = MAX_REQUESTS,
+        share_prefixes: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        positive("max_requests", max_requests)
+        positive("max_batch_tokens", max_batch_tokens)
+        if max_batch_tokens < max_requests:
+            raise InvalidInput(
+                "max_batch_tokens",
+                expected=f"at least max_requests={max_requests}, so that every request can decode",
+                got=max_batch_tokens,
+            )
+        specs, device = layer_specs(model), model_device(model)
+        self._generation_config = getattr(model, "generation_config", None)
+        check_greedy(self._generation_config)
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size(model)
+        self._forward = PackedForward(model)
+        if memory is None and num_tokens is None:
+            wanted = max_requests * model.config.max_position_embeddings
+            num_tokens = default_tokens(wanted, specs, device, page_size=positive("page_size", page_size))
+        self.cache = KVCache(
+            specs, page_size=page_size, device=device, memory=memory, num_tokens=num_tokens, backend=backend
+        )
+        self._capacity = self.cache.num_pages * page_size
+        self._sequences = SharedSequences(self.cache, share=share_prefixes, max_retained=max_requests)
+        self._queue = RequestQueue(
+            self._sequences,
+            capacity=self._capacity,
+            max_batch_tokens=max_batch_tokens,
+            max_requests=max_requests,
+        )
+        self._untold: list[Event] = []  # ends that the next step reports
+        self._next_id = 0
+        self._closed = False
+        self._steps = self._tokens_computed = self._tokens_generated = 0
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        raw: bool = False,
+        logprobs: bool = False,
+        eos_token_id: int | Sequence[int] | None = None,
+    ) -> int:
+        """Queue a prompt and return the request's id; ids count from 0.
+
+        Args:
+            prompt: a string, messages or token ids; see :func:`sennit.hf.prompts.encode`.
+            max_new_tokens: tokens to generate at most, at least 1.
+            raw: do not apply the chat template to a string.
+            logprobs: also report the natural logarithm of each generated token's probability.
+            eos_token_id: token or tokens that end the request; those of the model's generation configuration when
+                left out, none with an empty list.
+
+        Raises:
+            InvalidInput: the prompt is empty or of another form, or an argument is out of range.
+            CapacityExceeded: the prompt and one new token are more than the cache can hold.
+        """
+        self._check_open()
+        positive("max_new_tokens", max_new_tokens)
+        stop = stop_tokens(eos_token_id, self._generation_config)
+        tokens = encode(prompt, self._tokenizer, raw=raw, vocab_size=self._vocab_size)
+        if len(tokens) + 1 > self._capacity:
+            raise CapacityExceeded(
+                f"prompt: its {len(tokens)} tokens and one new one do not fit the cache of {self._capacity} tokens; "
+                "give the batcher more memory or shorten the prompt"
+            )
+        request = Request(self._next_id, tokens, max_new_tokens, stop, logprobs, TextStream(self._tokenizer))
+        self._next_id += 1
+        self._queue.waiting.append(request)
+        return request.id
+
+    def cancel(self, request: int) -> bool:
+        """End a request; the next step reports its end, with finish reason ``"cancelled"`` and what it had until then.
+
+        Returns:
+            False when it had ended already.
+
+        Raises:
+            InvalidInput: no such request was submitted.
+        """
+        self._check_open()
+        if not isinstance(request, int) or not 0 <= request < self._next_id:
+            raise InvalidInput(
+                "request", expected=f"an id that submit returned ({self._next_id} so far, from 0)", got=repr(request)
+            )
+        found = self._queue.find(request)
+        if found is None:
+            return False
+        self._queue.end(found)
+        self._untold.append(found.end("cancelled"))
+        return True
+
+    def step(self) -> list[Event]:
+        """Run one packed forward pass and return what happened, ends of cancelled requests first.
+
+        Without anything to do there are no events. When the forward pass raises, no request has changed: the same
+        step can be tried again.
+        """
+        self._check_open()
+        chunks, ended = self._queue.schedule()
+        self._untold += ended
+        new = self._compute(chunks) if chunks else []
+        events, self._untold = self._untold + new, []
+        if not chunks and not events and self.has_work:
+            raise SennitError(f"no request can proceed: {self.stats()}; this is a bug in Sennit")
+        return events
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits, or an end has not been reported yet."""
+        return bool(len(self._queue) or self._untold)
+
+    def stats(self) -> BatcherStats:
+        """Return counters since the start, and what the batcher holds now."""
+        return BatcherStats(
+            steps=self._steps,
+            tokens_computed=self._tokens_computed,
+            tokens_generated=self._tokens_generated,
+            prompts_chunked=self._queue.prompts_chunked,
+            forks=self._sequences.forks,
+            tokens_shared=self._sequences.tokens_shared,
+            preemptions=self._queue.preemptions,
+            evictions=self._sequences.evictions,
+            running=len(self._queue.running),
+            waiting=len(self._queue.waiting),
+            retained=self._sequences.num_retained,
+        )
+
+    def close(self) -> None:
+        """Forget every request and empty the cache; the batcher cannot be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._queue.running.clear()
+            self._queue.waiting.clear()
+            self._untold.clear()
+            self._sequences.clear()
+
+    def __enter__(self) -> Batcher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _compute(self, chunks: list[tuple[Request, int]]) -> list[Event]:
+        """Run the model over these chunks, and give every request whose known tokens are all computed its next one."""
+        ids: list[int] = []
+        rows: list[int] = []
+        complete = [request for request, count in chunks if count == request.pending]
+        for request, count in chunks:
+            ids += request.tokens[request.cached : request.cached + count]
+            if count == request.pending:
+                rows.append(len(ids) - 1)
+        logprobs = any(request.wants_logprobs for request in complete)
+        with self.cache.step([(request.running, count) for request, count in chunks]) as step:
+            tokens, chances = self._forward(step, ids, rows, logprobs=logprobs)
+        self._steps += 1
+        self._tokens_computed += len(ids)
+        self._tokens_generated += len(complete)
+        for request, count in chunks:
+            self._queue.computed(request, count)
+        events = []
+        for i, request in enumerate(complete):
+            chance = chances[i] if chances is not None and request.wants_logprobs else None
+            events.append(request.take(tokens[i], chance))
+            if events[-1].completion is not None:
+                self._queue.end(request)
+        return events
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInput("batcher", expected="an open batcher", got="one that was closed", hint="make a new one")

@@ -1,0 +1,66 @@
+"""What a model's generation configuration means for greedy decoding: stop tokens, and settings that it cannot serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sennit.errors import InvalidInput, UnsupportedFeature
+
+__all__ = ["check_greedy", "stop_tokens"]
+
+# Settings that change greedy tokens, each with the values that do not. Sampling settings (temperature, top_p) are not
+# among them: the most probable token stays the same.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "num_beams": (None, 1),
+    "repetition_penalty": (None, 1),
+    "encoder_repetition_penalty": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "guidance_scale": (None, 1),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "sequence_bias": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "watermarking_config": (None,),
+    "stop_strings": (None,),
+}
+
+
+def check_greedy(generation_config: Any) -> None:
+    """Refuse a generation configuration under which transformers' own greedy tokens would be others.
+
+    Raises:
+        UnsupportedFeature: names the setting.
+    """
+    for name, neutral in NEUTRAL.items():
+        value = getattr(generation_config, name, None)
+        if value not in neutral:
+            raise UnsupportedFeature(
+                f"generation_config.{name}",
+                f"plain greedy decoding has no place for {value!r}; set model.generation_config.{name} = None",
+            )
+
+
+def stop_tokens(eos_token_id: int | Sequence[int] | None, generation_config: Any) -> frozenset[int]:
+    """Return the tokens that end a request: those given, or else those of the model's generation configuration.
+
+    An empty list means that no token does.
+
+    Raises:
+        InvalidInput: ``eos_token_id`` is neither an integer nor a sequence of integers.
+
+    >>> sorted(stop_tokens([2, 5], None)), sorted(stop_tokens([], None))
+    ([2, 5], [])
+    """
+    given: Any = eos_token_id if eos_token_id is not None else getattr(generation_config, "eos_token_id", None)
+    if given is None:
+        return frozenset()
+    ids = list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
+    if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
+        raise InvalidInput("eos_token_id", expected="an integer or a list of integers", got=repr(given))
+    return frozenset(ids)

@@ -1,0 +1,146 @@
+"""The mask function registered in transformers: which keys of a padded batch each query sees, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.masking_utils import causal_mask_function
+
+from sennit.plan.batch import Batch
+
+__all__ = ["KeyRanges", "key_ranges"]
+
+
+@dataclass(frozen=True, eq=False)
+class KeyRanges:
+    """One forward pass's mask: row ``b`` of a padded batch sees its keys ``starts[b] : ends[b]``, causally.
+
+    This is what every attention layer of that forward receives in place of a mask tensor, so it also keeps the plans
+    that the layers share: they live and die with the forward they were made for.
+
+    Attributes:
+        batch_size: rows of the padded batch.
+        q_length: query tokens of each row, padding included.
+        kv_length: key columns that attention receives; a static cache has more than are visible.
+        q_offset: key column of the first query token.
+        starts: first key of each row that is not padding.
+        ends: one past the last such key.
+        problem: why Sennit cannot express this mask, or empty. Raised by the attention function and not here: a packed
+            step brings its own batch and needs no mask.
+    """
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int = 0
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    problem: str = ""
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    # transformers makes the masks of a static cache early, passes them as `attention_mask`, and tells prepared masks
+    # from padding masks by their dimensions.
+    ndim = 4
+
+    @property
+    def visible(self) -> int:
+        """Key columns that the last query token can see at all."""
+        return min(self.q_offset + self.q_length, self.kv_length)
+
+    def requests(self) -> tuple[Batch, list[bool]]:
+        """Return the batch over packed rows (``row * q_length`` and ``row * visible``), and whether each is causal.
+
+        ::
+
+            key column   0 ... starts[b] ........ ends[b] ... visible
+            query token        q_offset ... split ... q_offset + q_length
+                               causal          | sees all of starts[b] : ends[b]
+
+        A row padded on the right gives two requests: the tokens up to its last key, and the padding after it, which
+        is no key itself but sees every key, as it does in transformers.
+        """
+        q_lens, kv_lens, q_starts, kv_starts, causal = [], [], [], [], []
+        for row, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
+            split = min(max(end - self.q_offset, 0), self.q_length)
+            for first, last, is_causal in ((0, split, True), (split, self.q_length, False)):
+                if first < last:
+                    q_lens.append(last - first)
+                    kv_lens.append(end - start)
+                    q_starts.append(row * self.q_length + first)
+                    kv_starts.append(row * self.visible + start)
+                    causal.append(is_causal)
+        batch = Batch.ragged(
+            qo_indptr=_offsets(q_lens), kv_indptr=_offsets(kv_lens), qo_starts=q_starts, kv_starts=kv_starts
+        )
+        return batch, causal
+
+
+def key_ranges(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | KeyRanges | None = None,
+    **_: Any,
+) -> KeyRanges:
+    """Return the mask of one forward pass; the mask function that transformers calls for ``sennit``.
+
+    Args:
+        batch_size, q_length, kv_length: the padded batch, as attention will receive it.
+        q_offset: absolute position of the first query token; kv_offset: of the first key.
+        mask_function: transformers' rule of who sees whom; only plain causal attention can be expressed.
+        attention_mask: bool ``[batch_size, n]``, True where a token is not padding; None: no padding.
+    """
+    if isinstance(attention_mask, KeyRanges):
+        return attention_mask
+    sizes = (batch_size, q_length, kv_length)
+    if mask_function is not causal_mask_function:
+        name = getattr(mask_function, "__qualname__", repr(mask_function)).split(".")[0]
+        return KeyRanges(
+            *sizes,
+            problem=f"only plain causal masks are supported, and transformers asks for `{name}` (a sliding window, "
+            "bidirectional attention, several sequences packed in one row, or a custom mask)",
+        )
+    if kv_offset:
+        return KeyRanges(*sizes, problem=f"the cache has dropped the first {kv_offset} keys (a sliding window)")
+    first = int(q_offset)
+    visible = min(first + q_length, kv_length)
+    if attention_mask is None:
+        return KeyRanges(*sizes, first, (0,) * batch_size, (visible,) * batch_size)
+    if attention_mask.shape[:1] != (batch_size,) or attention_mask.ndim != 2:
+        shape = tuple(attention_mask.shape)
+        return KeyRanges(*sizes, problem=f"expected a padding mask [{batch_size}, length], got shape {shape}")
+    starts, ends, hole = _runs(attention_mask[:, :visible])
+    if hole is not None:
+        return KeyRanges(
+            *sizes,
+            problem=f"row {hole} of attention_mask has padding between tokens; padding may be on the left, on the "
+            "right of a prompt, or both",
+        )
+    return KeyRanges(*sizes, first, starts, ends)
+
+
+def _runs(mask: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int | None]:
+    """Start and end of the only run of True in each row, and the first row that has more than one run."""
+    if not mask.shape[1]:
+        return (0,) * mask.shape[0], (0,) * mask.shape[0], None
+    counts = mask.sum(dim=1)
+    starts = mask.to(torch.uint8).argmax(dim=1)
+    last = mask.shape[1] - mask.flip(1).to(torch.uint8).argmax(dim=1)
+    ends = torch.where(counts > 0, last, starts)
+    # One transfer for all three.
+    host = torch.stack([starts, ends, counts]).tolist()
+    hole = next((row for row, (s, e, n) in enumerate(zip(*host, strict=True)) if e - s != n), None)
+    return tuple(host[0]), tuple(host[1]), hole
+
+
+def _offsets(lengths: list[int]) -> list[int]:
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return offsets

@@ -1,0 +1,122 @@
+"""A batcher's requests, waiting and running: who starts, who is put back, and what each step computes of whom."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sennit.hf.requests import Event, Request
+from sennit.hf.scheduling import Chunk, cut_to_pages, growing_room, share_budget
+from sennit.hf.sharing import SharedSequences
+
+__all__ = ["RequestQueue"]
+
+
+class RequestQueue:
+    """First come, first served, as far as memory goes.
+
+    Invariants: a running request has a sequence in the cache, a waiting one has none; nobody is in both lists; the
+    request that has run longest is never put back, so that somebody always finishes.
+    """
+
+    def __init__(self, sequences: SharedSequences, *, capacity: int, max_batch_tokens: int, max_requests: int) -> None:
+        self._sequences = sequences
+        self._capacity = capacity  # tokens that the whole cache holds
+        self._max_batch_tokens, self._max_requests = max_batch_tokens, max_requests
+        self.running: list[Request] = []  # in the order in which they started
+        self.waiting: deque[Request] = deque()
+        self.preemptions = self.prompts_chunked = 0
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def find(self, request: int) -> Request | None:
+        """Return the request with an id, if it has not ended."""
+        return next((r for r in (*self.running, *self.waiting) if r.id == request), None)
+
+    def end(self, request: Request) -> None:
+        """Take a request out of the queue."""
+        if request.sequence is None:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            self._sequences.retire(request.sequence)
+            request.sequence = None
+
+    def schedule(self) -> tuple[list[tuple[Request, int]], list[Event]]:
+        """Return the next step's requests, each with the tokens it computes of them, and the ends for lack of room."""
+        ended: list[Event] = []
+        preemptions = self.preemptions
+        chunks = dict(self._place_running(ended))
+        if self.preemptions == preemptions:  # what was just put back shall not come back at once
+            chunks |= self._admit(self._max_batch_tokens - sum(chunks.values()), ended)
+        return [(r, chunks[r.running]) for r in self.running if r.running in chunks], ended
+
+    def computed(self, request: Request, tokens: int) -> None:
+        """Say that a step has put that many more of a request's tokens into the cache."""
+        request.cached += tokens
+        self._sequences.computed(request.running, request.tokens, request.cached)
+        if request.pending and not request.chunked:
+            request.chunked = True
+            self.prompts_chunked += 1
+
+    def _place_running(self, ended: list[Event]) -> list[Chunk]:
+        """Chunks of the running requests, after making the room that their decoding needs."""
+        room = self._sequences
+        while self.running:
+            wanted = share_budget(self._pending(), max_tokens=self._max_batch_tokens)
+            room.make_room(wanted)
+            chunks = cut_to_pages(wanted, free_pages=room.free_pages, pages_needed=room.pages_needed)
+            if chunks is not None:
+                return chunks
+            if len(self.running) > 1:
+                self._put_back(self.running[-1])
+            else:
+                ended.append(self._give_up(self.running[0]))
+        return []
+
+    def _admit(self, max_tokens: int, ended: list[Event]) -> list[Chunk]:
+        """Start waiting requests while there is room for all that they need; return their chunks."""
+        chunks: list[Chunk] = []
+        held_back: list[Request] = []
+        while self.waiting and max_tokens > 0 and len(self.running) < self._max_requests:
+            request = self.waiting[0]
+            if len(request.tokens) > self._capacity:
+                ended.append(self._give_up(request))
+                continue
+            started = self._sequences.start(request.tokens)
+            if started is None:  # a page or more of its prefix is being computed right now
+                held_back.append(self.waiting.popleft())
+                if len(held_back) == self._max_requests:
+                    break
+                continue
+            sequence, shared = started
+            new = (sequence, len(request.tokens) - shared)
+            # All known tokens of everybody must fit, so that a prompt which has been started is also finished.
+            if not self._sequences.make_room([*self._pending(), new], spare=growing_room(len(self.running))):
+                self._sequences.drop(sequence)
+                break
+            self._start(self.waiting.popleft(), sequence, shared)
+            chunks.append((sequence, min(new[1], max_tokens)))
+            max_tokens -= chunks[-1][1]
+        self.waiting.extendleft(reversed(held_back))
+        return chunks
+
+    def _pending(self) -> list[Chunk]:
+        return [(r.running, r.pending) for r in self.running]
+
+    def _start(self, request: Request, sequence: int, shared: int) -> None:
+        request.sequence, request.cached, request.chunked = sequence, shared, False
+        self._sequences.started(sequence, request.tokens, shared)
+        self.running.append(request)
+
+    def _put_back(self, request: Request) -> None:
+        self._sequences.drop(request.running)
+        request.sequence, request.cached = None, 0
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _give_up(self, request: Request) -> Event:
+        """End a request that the whole cache cannot hold, with what it has."""
+        self.end(request)
+        return request.end("capacity")

@@ -1,0 +1,124 @@
+"""What a batcher knows about one request, and what it tells its caller: events and completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from sennit.hf.text import TextStream
+
+__all__ = ["Completion", "Event", "FinishReason", "Request"]
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "capacity"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated for one prompt.
+
+    Attributes:
+        text: the generated text, special tokens left out; empty without a tokenizer.
+        token_ids: the generated tokens, a stop token included.
+        finish_reason: ``"stop"`` (a stop token came), ``"length"`` (``max_new_tokens``), ``"cancelled"``, or
+            ``"capacity"``: the request alone filled the whole cache; what it had until then is here.
+        logprobs: natural logarithm of each generated token's probability, where they were asked for.
+        num_prompt_tokens: tokens of the prompt.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[float] | None
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened to a request: a new token, its end, or both.
+
+    Attributes:
+        request: the id that ``submit`` returned; in ``stream`` the index of the prompt.
+        token_id: the new token; None when the request ended without one (cancelled, capacity).
+        text: new text, often empty while a character is incomplete. The texts of a request's events joined are its
+            completion's text.
+        logprob: natural logarithm of the token's probability, where it was asked for.
+        completion: everything that was generated, on the request's last event; None on the others.
+    """
+
+    request: int
+    token_id: int | None
+    text: str
+    logprob: float | None = None
+    completion: Completion | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the request ended, on its last event; None on the others."""
+        return self.completion.finish_reason if self.completion else None
+
+
+@dataclass(eq=False)
+class Request:
+    """One request on its way: its tokens so far, what it may still generate, and where it is in the cache.
+
+    Attributes:
+        tokens: the prompt's tokens, then those generated. The last generated one is not in the cache yet.
+        sequence: the cache's id while the request is running; None while it waits.
+        cached: how many of the tokens the cache holds.
+        chunked: a step has computed some of its known tokens but not all, since it started running.
+    """
+
+    id: int
+    tokens: list[int]
+    max_new_tokens: int
+    stop: frozenset[int]
+    wants_logprobs: bool
+    stream: TextStream
+    num_prompt_tokens: int = field(init=False)
+    logprobs: list[float] = field(default_factory=list)
+    sequence: int | None = None
+    cached: int = 0
+    chunked: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
+
+    @property
+    def running(self) -> int:
+        """The cache's id of a request that is known to be running."""
+        assert self.sequence is not None
+        return self.sequence
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known and not in the cache yet."""
+        return len(self.tokens) - self.cached
+
+    def take(self, token: int, logprob: float | None) -> Event:
+        """Add a generated token, with its log-probability where that was asked for, and return its event."""
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        text = self.stream.push(token)
+        reason: FinishReason | None = None
+        if token in self.stop:
+            reason = "stop"
+        elif len(self.tokens) - self.num_prompt_tokens == self.max_new_tokens:
+            reason = "length"
+        if reason is None:
+            return Event(self.id, token, text, logprob)
+        text += self.stream.finish()
+        return Event(self.id, token, text, logprob, self._completion(reason))
+
+    def end(self, reason: FinishReason) -> Event:
+        """Return the event of a request that ends without a new token."""
+        return Event(self.id, None, self.stream.finish(), None, self._completion(reason))
+
+    def _completion(self, reason: FinishReason) -> Completion:
+        logprobs = list(self.logprobs) if self.wants_logprobs else None
+        return Completion(self.stream.text, self.generated, reason, logprobs, self.num_prompt_tokens)

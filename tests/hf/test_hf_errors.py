@@ -1,0 +1,313 @@
+"""Whatever Sennit cannot serve is refused by name, before anything is computed, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CACHE_ARGUMENT, tiny_model
+from transformers import (
+    DynamicCache,
+    GemmaConfig,
+    GemmaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import sennit.hf
+from sennit.errors import CapacityExceeded, InvalidInput, PlanMismatch, UnsupportedFeature, UnsupportedModel
+from sennit.hf import Batcher, check_supported
+from sennit.hf.masks import key_ranges
+from sennit.kvcache import KVCache
+
+IDS = torch.tensor([[1, 2, 3, 4]])
+
+
+def forward(model: Any, **inputs: Any) -> Any:
+    model.set_attn_implementation("sennit")
+    with torch.no_grad():
+        return model(**({"input_ids": IDS} | inputs))
+
+
+def other_model(kind: str) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "pad_token_id": 0,
+    }
+    config_class, model_class = {
+        "mistral": (MistralConfig, MistralForCausalLM),
+        "gemma": (GemmaConfig, GemmaForCausalLM),
+    }[kind]
+    return model_class(config_class(**sizes)).eval()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("mistral", "Mistral"), ("gemma", "Gemma")])
+def test_an_untested_architecture_is_refused_by_name_in_both_paths(kind: str, name: str) -> None:
+    model = other_model(kind)
+    supported = "supported: LlamaForCausalLM and Qwen3ForCausalLM"
+    with pytest.raises(UnsupportedModel, match=f"{kind} .*{name}Attention.* {supported}"):
+        forward(model)
+    with pytest.raises(UnsupportedModel, match=f"^{kind} has not been tested with Sennit; {supported}"):
+        Batcher(model, num_tokens=64)
+    with pytest.raises(UnsupportedModel, match=supported):
+        sennit.hf.generate(model, None, [[1]])
+    model.config.architectures = [type(model).__name__]
+    with pytest.raises(UnsupportedModel, match=f"^{name}ForCausalLM has not been tested"):
+        check_supported(model.config)
+
+
+def test_a_subclass_with_the_name_of_a_tested_layer_is_refused(llama: Any) -> None:
+    layer = llama.model.layers[0].self_attn
+    layer.__class__ = type("LlamaAttention", (type(layer),), {"__module__": "elsewhere"})
+    with pytest.raises(UnsupportedModel, match="LlamaAttention"):
+        forward(llama)
+
+
+def test_a_supported_type_under_another_architecture_is_refused(llama: Any) -> None:
+    llama.config.architectures = ["LlamaForSomethingElse"]
+    with pytest.raises(UnsupportedModel, match=r"^LlamaForSomethingElse has not been tested"):
+        Batcher(llama, num_tokens=64)
+    with pytest.raises(UnsupportedModel, match=r"^LlamaModel has not been tested"):
+        Batcher(tiny_model("llama").model, num_tokens=64)
+
+
+@pytest.mark.parametrize("model", ["text", None, torch.nn.Linear(2, 2)])
+def test_something_that_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(InvalidInput, match="model: expected a transformers causal language model"):
+        Batcher(model, num_tokens=64)
+
+
+def test_sliding_windows_are_refused_in_both_paths() -> None:
+    config = tiny_model("qwen3").config.to_dict()
+    config |= {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    config |= {"use_sliding_window": True, "sliding_window": 3}
+    model = Qwen3ForCausalLM(Qwen3Config(**config)).eval()
+    with pytest.raises(UnsupportedFeature, match=r"sliding_window: .*this configuration has layers \[1\]"):
+        Batcher(model, num_tokens=64)
+    with pytest.raises(UnsupportedFeature, match="sliding_window"):
+        forward(model)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_frequencies_that_depend_on_the_batch_are_refused(llama: Any, kind: str) -> None:
+    llama.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(UnsupportedFeature, match=f"rope_type='{kind}'"):
+        Batcher(llama, num_tokens=64)
+
+
+def test_attention_that_is_not_causal_is_refused_in_both_paths(llama: Any) -> None:
+    llama.config.is_causal = False
+    with pytest.raises(UnsupportedFeature, match="is_causal"):
+        Batcher(llama, num_tokens=64)
+    with pytest.raises(UnsupportedFeature, match=r"is_causal|bidirectional"):
+        forward(llama)
+    with pytest.raises(UnsupportedFeature, match="is_causal"):
+        forward(tiny_model("llama"), is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, UnsupportedFeature, "row 0 .* padding between tokens"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4).bool()}, InvalidInput, "4-D masks need attn_implementation='sdpa'"),
+        ({"attention_mask": torch.ones(1, 4, 4).bool()}, UnsupportedFeature, r"expected a padding mask \[1, length\]"),
+        (
+            {"position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": False},
+            UnsupportedFeature,
+            "several sequences packed in one row",
+        ),
+        ({"output_attentions": True}, UnsupportedFeature, "output_attentions: .*'eager'"),
+        ({"softcap": 30.0}, UnsupportedFeature, "softcap"),
+        ({"s_aux": torch.zeros(4)}, UnsupportedFeature, "s_aux"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4])}, UnsupportedFeature, "cu_seq_lens_q: .*not known"),
+        ({"anything_new": 1}, UnsupportedFeature, "anything_new: this attention keyword is not known"),
+    ],
+)
+def test_a_forward_that_cannot_be_right_is_refused(
+    llama: Any, inputs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        forward(llama, **inputs)
+
+
+def test_keywords_that_say_nothing_are_accepted(llama: Any) -> None:
+    forward(llama, softcap=None, output_attentions=False, output_hidden_states=True, is_causal=True)
+
+
+def test_attention_outputs_asked_for_in_the_configuration_are_refused(llama: Any) -> None:
+    llama.set_attn_implementation("eager")
+    llama.config.output_attentions = True
+    with pytest.raises(UnsupportedFeature, match="output_attentions"):
+        forward(llama)
+
+
+def test_training_is_refused(llama: Any) -> None:
+    llama.set_attn_implementation("sennit")
+    with pytest.raises(UnsupportedFeature, match=r"requires_grad: .*inference_mode"):
+        llama(IDS)
+    dropping = tiny_model("llama", attention_dropout=0.1).train()
+    with pytest.raises(UnsupportedFeature, match=r"dropout: .*model.eval\(\)"):
+        forward(dropping)
+    with Batcher(dropping, num_tokens=1024) as batcher:
+        batcher.submit([1], max_new_tokens=1)
+        with pytest.raises(UnsupportedFeature, match="dropout"):
+            batcher.step()
+    assert dropping.config._attn_implementation == "sennit"  # as it was before the step
+
+
+def test_generate_after_right_padding_is_refused_rather_than_wrong(llama: Any) -> None:
+    llama.set_attn_implementation("sennit")
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    with pytest.raises(UnsupportedFeature, match="row 1 of attention_mask has padding between tokens"):
+        llama.generate(IDS.repeat(2, 1), attention_mask=mask, max_new_tokens=3, do_sample=False)
+
+
+def test_a_layer_called_without_its_model_is_refused(llama: Any) -> None:
+    llama.set_attn_implementation("sennit")
+    layer = llama.model.layers[0].self_attn
+    hidden = torch.zeros(1, 4, 32, dtype=torch.float64)
+    rotary = llama.model.rotary_emb(hidden, torch.arange(4)[None])
+    with torch.no_grad(), pytest.raises(InvalidInput, match="nothing at the attention layer"):
+        layer(hidden, position_embeddings=rotary, attention_mask=None)
+    with torch.no_grad(), pytest.raises(PlanMismatch, match="batch 1 with 3 queries and 3 keys"):
+        layer(hidden, position_embeddings=rotary, attention_mask=key_ranges(1, 3, 3))
+
+
+def test_a_mask_over_keys_that_the_cache_dropped_is_refused(llama: Any) -> None:
+    assert "dropped the first 5 keys" in key_ranges(1, 1, 4, q_offset=8, kv_offset=5).problem
+
+
+def test_a_packed_step_needs_one_row_and_no_transformers_cache(llama: Any) -> None:
+    cache = KVCache(sennit.hf.layer_specs(llama), num_tokens=64, device="cpu")
+    with pytest.raises(InvalidInput, match=r"sennit_step: .* got batch 2"), cache.step([(cache.add(), 4)]) as step:
+        forward(llama, input_ids=IDS.repeat(2, 1), use_cache=False, sennit_step=step)
+    before = DynamicCache(config=llama.config)
+    forward(llama, **{CACHE_ARGUMENT: before})
+    with pytest.raises(InvalidInput, match="4 queries and 8 keys"), cache.step([(cache.add(), 4)]) as step:
+        forward(llama, sennit_step=step, **{CACHE_ARGUMENT: before})
+    assert cache.stats().num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("repetition_penalty", 1.2), ("num_beams", 2), ("suppress_tokens", [3]), ("min_length", 5)]
+)
+def test_generation_settings_that_change_greedy_tokens_are_refused(llama: Any, setting: str, value: Any) -> None:
+    setattr(llama.generation_config, setting, value)
+    with pytest.raises(UnsupportedFeature, match=f"generation_config.{setting}"):
+        Batcher(llama, num_tokens=64)
+
+
+def test_sampling_settings_do_not_matter_to_greedy_decoding(llama: Any) -> None:
+    llama.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
+    Batcher(llama, num_tokens=1024).close()
+
+
+def test_a_model_without_weights_or_over_several_devices_is_refused(llama: Any) -> None:
+    with torch.device("meta"):
+        empty = type(llama)(llama.config)
+    with pytest.raises(UnsupportedFeature, match="no weights yet"):
+        Batcher(empty, num_tokens=64)
+    llama.model.layers[1].to("meta")
+    with pytest.raises(UnsupportedFeature, match="device_map: the model is spread over cpu, meta"):
+        Batcher(llama, num_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_requests": 0}, "max_requests: expected an integer of at least 1, got 0"),
+        ({"max_batch_tokens": True}, "max_batch_tokens: expected an integer of at least 1, got True"),
+        ({"max_batch_tokens": 8, "max_requests": 9}, "max_batch_tokens: expected at least max_requests=9"),
+        ({"page_size": 0}, "page_size"),
+        ({"memory": "much"}, "memory"),
+        ({"memory": 4096, "num_tokens": 64}, "memory, num_tokens"),
+    ],
+)
+def test_sizes_of_a_batcher_are_checked(llama: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        Batcher(llama, **options)
+    with pytest.raises(InvalidInput, match=message):
+        sennit.hf.generate(llama, None, [[1]], **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ([], {}, InvalidInput, "prompt: expected at least one token"),
+        ("Hi", {}, InvalidInput, "no tokenizer was given"),
+        ([260], {}, InvalidInput, "token ids from 0 to 259, got 260"),
+        ([1], {"max_new_tokens": 0}, InvalidInput, "max_new_tokens: expected an integer of at least 1, got 0"),
+        ([1], {"max_new_tokens": 2.5}, InvalidInput, "max_new_tokens: .* got 2.5"),
+        ([1], {"eos_token_id": "x"}, InvalidInput, "eos_token_id: expected an integer or a list of integers"),
+        ([1] * 64, {}, CapacityExceeded, "its 64 tokens and one new one do not fit the cache of 64 tokens"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_when_it_is_submitted(
+    llama: Any, prompt: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with Batcher(llama, num_tokens=64, max_requests=4) as batcher:
+        with pytest.raises(error, match=message):
+            batcher.submit(prompt, **({"max_new_tokens": 4} | options))
+        assert not batcher.has_work
+
+
+def test_the_longest_prompt_that_fits_is_served(llama: Any) -> None:
+    done = sennit.hf.generate(llama, None, [[1] * 63], max_new_tokens=4, num_tokens=64)
+    assert done[0].finish_reason == "capacity"
+    assert len(done[0].token_ids) == 2
+
+
+def test_unknown_and_closed_are_refused(llama: Any) -> None:
+    batcher = Batcher(llama, num_tokens=64, max_requests=4)
+    for request in (0, -1, "a", None):
+        with pytest.raises(InvalidInput, match="request: expected an id that submit returned"):
+            batcher.cancel(request)  # type: ignore[arg-type]
+    batcher.close()
+    for call in (batcher.step, lambda: batcher.submit([1], max_new_tokens=1), lambda: batcher.cancel(0)):
+        with pytest.raises(InvalidInput, match="one that was closed"):
+            call()
+
+
+def test_generate_names_the_prompt_that_is_wrong(llama: Any, tokenizer: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"prompts\[1\]: expected a string"):
+        sennit.hf.generate(llama, tokenizer, [[1], 3.5])  # type: ignore[list-item]
+    with pytest.raises(InvalidInput, match="prompts: expected a list of prompts, got one string"):
+        sennit.hf.generate(llama, tokenizer, "Hi")
+    # The call itself refuses; nobody has asked for the first token.
+    with pytest.raises(InvalidInput, match="max_new_tokens"):
+        sennit.hf.stream(llama, tokenizer, [[1]], max_new_tokens=0)
+    assert llama.config._attn_implementation != "sennit"
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_sennit_does_not_import_transformers() -> None:
+    assert run_python("import sys, sennit; print('transformers' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize(("found", "said"), [("None", "needs transformers 5.16"), ("old", "found 5.15.2")])
+def test_a_missing_or_old_transformers_is_named(found: str, said: str) -> None:
+    fake = "type(sys)('transformers')" if found == "old" else "None"
+    code = (
+        "import sys; import sennit\n"
+        f"fake = {fake}\n"
+        "if fake is not None: fake.__version__ = '5.15.2'\n"
+        "sys.modules['transformers'] = fake\n"
+        "try:\n    import sennit.hf\nexcept ImportError as error:\n    print(error)"
+    )
+    assert said in run_python(code)
