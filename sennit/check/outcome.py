@@ -32,14 +32,12 @@ class Outcome:
         return self.ratio <= 1
 
     @classmethod
-    def of(cls, comparisons: Iterable[Comparison], text: str) -> Outcome:
+    def of(cls, comparisons: Iterable[Comparison]) -> Outcome:
         """The worst of some comparisons."""
-        worst, said = 0.0, ""
-        for found in comparisons:
-            ratio = max(found.out_error / found.out_allowed, found.lse_error / found.lse_allowed)
-            if ratio > worst:
-                worst, said = ratio, str(found)
-        return cls(worst, f"{text}: {said}" if said else text)
+        found = [
+            cls(max(one.out_error / one.out_allowed, one.lse_error / one.lse_allowed), str(one)) for one in comparisons
+        ]
+        return max(found, key=lambda outcome: outcome.ratio)
 
     @classmethod
     def wrong(cls, text: str) -> Outcome:

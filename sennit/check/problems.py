@@ -110,9 +110,9 @@ def make_problem(
     }
     starts = q_starts if gaps else None
     if page_size is None:
-        batch, kv = _packed(rng, spec, lengths, starts, keys, values)
+        batch, kv = _packed(rng, spec, lengths, starts, keys, values, q.device)
     else:
-        batch, kv = _paged(rng, spec, lengths, starts, keys, values, page_size, kv_layout, form, pool)
+        batch, kv = _paged(rng, spec, lengths, starts, keys, values, page_size, kv_layout, form, pool, q.device)
     text = f"{batch} {spec.key} page={page_size} {kv_layout} {form} {pool} causal={flags} gaps={gaps}"
     scale = float(rng.choice([1.0, 0.5, 2.0])) * spec.head_dim_qk**-0.5
     return Problem(spec, page_size, kv_layout, batch, flags, q, kv, keys, values, scale, text)
@@ -185,13 +185,14 @@ def _packed(
     q_starts: list[int] | None,
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
+    device: torch.device,
 ) -> tuple[Batch, Any]:
     padding = rng.integers(0, 3, len(keys))
     extents = np.asarray([len(k) for k in keys], np.int64) + padding
     indptr = np.append(0, np.cumsum(extents, dtype=np.int64))
     packed = []
     for tensors, dim in ((keys, spec.head_dim_qk), (values, spec.head_dim_vo)):
-        like = tensors[0] if tensors else torch.empty(0, dtype=spec.kv_dtype)
+        like = torch.empty(0, dtype=spec.kv_dtype, device=device)
         rows = like.new_full((int(indptr[-1]), spec.num_kv_heads, dim), torch.nan)
         for start, tensor in zip(indptr, tensors, strict=False):
             rows[start : start + len(tensor)] = tensor
@@ -213,12 +214,13 @@ def _paged(
     kv_layout: KVLayout,
     form: str,
     pool: str,
+    device: torch.device,
 ) -> tuple[Batch, Any]:
     counts = [-(-len(k) // page_size) for k in keys]
     num_pages = sum(counts) + int(rng.integers(1, 5))
     shuffled = rng.permutation(num_pages)[: sum(counts)].tolist()
     tables = [[shuffled.pop() for _ in range(count)] for count in counts]
-    like = keys[0] if keys else torch.empty(0, dtype=spec.kv_dtype)
+    like = torch.empty(0, dtype=spec.kv_dtype, device=device)
     pools = _empty_pools(like, spec, num_pages, page_size, kv_layout, pool)
     views = _nhd(pools, spec, kv_layout)
     for table, k, v in zip(tables, keys, values, strict=True):

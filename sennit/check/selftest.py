@@ -14,7 +14,9 @@ from sennit.attention import BatchAttention
 from sennit.check.compare import compare
 from sennit.check.outcome import Outcome
 from sennit.check.problems import Problem, make_problem, random_problem
+from sennit.check.threads import one_thread
 from sennit.check.writing import CacheScenario, append_again
+from sennit.errors import SennitError, UnsupportedFeature
 from sennit.spec import AttentionSpec
 
 __all__ = ["Case", "Outcome", "Target", "cases"]
@@ -150,18 +152,32 @@ def _case(
 
     def run() -> Outcome:
         rng = np.random.default_rng(list(name.encode()))
-        problem = make_problem(rng, spec, q_lens, kv_lens, device=target.device, **options)
-        return _solve(target, problem, split_size=split_size, append=append)
+        with one_thread():
+            problem = make_problem(rng, spec, q_lens, kv_lens, device=target.device, **options)
+        return _explained(target, problem, split_size=split_size, append=append)
 
     return Case(name, run)
 
 
 def _random(target: Target, seed: int, index: int) -> Outcome:
     rng = np.random.default_rng([seed, index])
-    problem = random_problem(rng, dtype=DTYPES[int(rng.integers(len(DTYPES)))], device=target.device)
+    with one_thread():
+        problem = random_problem(rng, dtype=DTYPES[int(rng.integers(len(DTYPES)))], device=target.device)
     split_size = int(rng.choice([16, 32, 50])) if rng.random() < 0.3 else None
     append = problem.page_size is not None and bool(rng.random() < 0.5)
-    return _solve(target, problem, split_size=split_size, append=append)
+    return _explained(target, problem, split_size=split_size, append=append)
+
+
+def _explained(target: Target, problem: Problem, *, split_size: int | None, append: bool) -> Outcome:
+    """The outcome of a problem, or the exception that a backend raised, with the problem's text."""
+    text = f"{problem.text} split_size={split_size} append={append}"
+    try:
+        outcome = _solve(target, problem, split_size=split_size, append=append)
+    except UnsupportedFeature:
+        raise
+    except Exception as error:
+        raise SennitError(f"{text}: {type(error).__name__}: {error}") from error
+    return Outcome(outcome.ratio, f"{text}: {outcome.text}")
 
 
 def _solve(target: Target, problem: Problem, *, split_size: int | None, append: bool) -> Outcome:
@@ -173,11 +189,11 @@ def _solve(target: Target, problem: Problem, *, split_size: int | None, append: 
         backend=target.backend,
     )
     plan = attention.plan(problem.batch, causal=problem.causal, split_size=split_size)
-    text = f"{problem.text} split_size={split_size} append={append}"
     if append and (wrong := append_again(problem, attention, plan)):
-        return Outcome.wrong(f"{text}: {wrong}")
+        return Outcome.wrong(wrong)
     out, lse = attention.run(plan, problem.q, problem.kv, sm_scale=problem.sm_scale, return_lse=True)
-    return Outcome.of([compare(problem, out, lse)], text)
+    with one_thread():
+        return Outcome.of([compare(problem, out, lse)])
 
 
 def _cache(target: Target, spec: AttentionSpec, page_size: int) -> Outcome:

@@ -78,7 +78,7 @@ class WorkerBars:
                 if values:
                     text.append(f"{self._times(wide[worker], narrow[worker]):{VALUE_WIDTH}.1f}")
             yield text
-        yield self._legend(glyphs, together)
+        yield self._legend(glyphs, coloured, together)
 
     def _times(self, wide: FloatArray, narrow: FloatArray) -> FloatArray:
         times: FloatArray = np.maximum(wide, narrow) if self.side_by_side else wide + narrow
@@ -113,13 +113,14 @@ class WorkerBars:
             text.append(glyphs.narrow * (filled - first), NARROW)
         return text.append(glyphs.idle * (width - filled), "dim")
 
-    def _legend(self, glyphs: Glyphs, together: int) -> Text:
-        how = "side by side" if self.side_by_side else "one after the other"
+    def _legend(self, glyphs: Glyphs, coloured: bool, together: int) -> Text:
         text = Text()
         text.append(glyphs.wide, WIDE).append(" wide  ").append(glyphs.narrow, NARROW).append(" narrow  ")
-        text.append(glyphs.idle, "dim").append(f" idle;  strands run {how}, a bar is the whole makespan")
+        if self.side_by_side and not coloured:
+            text.append(f"{glyphs.both} both  ")
+        text.append(glyphs.idle, "dim").append(" idle")
         if together > 1:
-            text.append(f"; each bar is the fullest of {together} neighbouring workers")
+            text.append(f"  (each bar: the fullest of {together} neighbouring workers)")
         return text
 
 

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
+NOTES = (
+    "Every plan was checked: each query row meets each key that it sees exactly once.",
+    "Imbalance: the fullest of the 132 workers over the mean.",
+    "* FlashInfer's planner for its uniform kernel; measured elsewhere on a comparable CPU, not in this run.",
+)
+
 app = command_group(help="Measure parts of Sennit on this machine.\n\nExample: sennit bench plan")
 
 
@@ -27,9 +33,9 @@ def _bench() -> None:
 def plan(
     batches: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[BATCH]...", help="Batches to plan instead of the usual ones.", show_default=False),
+        typer.Argument(metavar="BATCH", help="Batches to plan instead of the usual ones.", show_default=False),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Plans to time for each batch.")] = 400,
+    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Plans to time for each batch.")] = 400,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time the planner on the host: medians, for 32 query and 8 KV heads and 132 workers.
@@ -72,8 +78,8 @@ def _print(results: list[PlanningTime]) -> None:
     stdout = console()
     drawn = stdout.width >= 100
     title = f"Planning time in microseconds, of {results[0].repeat} plans each"
-    headings = ("batch", ">median", ">least", ">quartiles", ">imbalance", ">FlashInfer*")
-    made = table(title, *headings, *(["median"] if drawn else []))
+    headings = ("batch", ">median", ">min", ">quartiles", ">imbalance", ">FlashInfer*")
+    made = table(title, *headings, *([""] if drawn else []))
     largest = max(result.median for result in results)
     for result in results:
         row: list[RenderableType] = [
@@ -87,9 +93,6 @@ def _print(results: list[PlanningTime]) -> None:
         bar = Text("█" * max(1, round(24 * result.median / largest)), "blue")
         made.add_row(*row, *([bar] if drawn else []))
     stdout.print(made)
-    stdout.print(
-        "Every plan was checked: each query row meets each key that it sees exactly once. Imbalance: the fullest of "
-        "132 workers over the mean.\n"
-        "* FlashInfer's planner for its uniform kernel, measured elsewhere on a comparable CPU, not in this run.",
-        style="dim",
-    )
+    stdout.print()
+    for note in NOTES:
+        stdout.print(note, style="dim")

@@ -57,8 +57,10 @@ def check(
     backend: Annotated[
         str | None, typer.Option(help="Backend to test.", show_default="all that can run on the device")
     ] = None,
-    num_random: Annotated[int, typer.Option("--random", min=0, help="Random hostile problems for each backend.")] = 200,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random problems.")] = 0,
+    num_random: Annotated[
+        int, typer.Option("--random", min=0, metavar="N", help="Random hostile problems for each backend.")
+    ] = 200,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the random problems.")] = 0,
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Run only the cases with matching names, such as 'pages/*'.")
     ] = "*",
@@ -66,8 +68,9 @@ def check(
 ) -> None:
     """Compare every backend with dense float64 attention, on this machine.
 
-    An error is allowed up to twice that of plain PyTorch in the same dtype, plus one rounding. Exit code 1: a case
-    failed; the output says how to run it again.
+    An error may be twice that of plain PyTorch in the same dtype, plus one rounding.
+
+    The exit code is 1 where a case fails; the command that runs it again is then printed.
 
     Example: sennit check --random 1000 --seed 7
     """
@@ -182,7 +185,9 @@ def _print(tallies: list[Tally], failures: list[Failure], device: str) -> None:
     from rich.text import Text
 
     stdout = console()
-    stdout.print(_table(tallies, device))
+    for backend in dict.fromkeys(tally.backend for tally in tallies):
+        stdout.print(_table(backend, [tally for tally in tallies if tally.backend == backend], device))
+        stdout.print()
     for reason in sorted({reason for tally in tallies for reason in tally.reasons}):
         stdout.print(f"skipped: {reason}", style="dim")
     for failure in failures[:MOST_FAILURES]:
@@ -195,17 +200,15 @@ def _print(tallies: list[Tally], failures: list[Failure], device: str) -> None:
         stdout.print(_verdict(backend, [tally for tally in tallies if tally.backend == backend], device))
 
 
-def _table(tallies: list[Tally], device: str) -> Table:
+def _table(backend: str, tallies: list[Tally], device: str) -> Table:
     from rich.text import Text
 
-    title = f"Against dense float64 on {device}"
-    made = table(title, "backend", "cases of", ">passed", ">failed", ">skipped", ">error", "of what is allowed")
-    previous = ""
+    title = f"{backend} on {device}, against dense float64"
+    made = table(title, "cases of", ">passed", ">failed", ">skipped", ">error", "of what is allowed")
     for tally in tallies:
         ratio = tally.worst_ratio
         tried = tally.passed + tally.failed
         made.add_row(
-            tally.backend if tally.backend != previous else "",
             tally.group,
             f"{tally.passed}",
             Text(f"{tally.failed}", "bold red") if tally.failed else "0",
@@ -213,7 +216,6 @@ def _table(tallies: list[Tally], device: str) -> Table:
             f"{100 * ratio:.0f} %" if tried and ratio < 100 else ("far" if tried else ""),
             _gauge(ratio) if tried else Text("skipped", "dim"),
         )
-        previous = tally.backend
     return made
 
 
@@ -221,7 +223,7 @@ def _gauge(ratio: float, width: int = 20) -> Any:
     from rich.text import Text
 
     filled = min(width, round(width * min(ratio, 1.0)))
-    text = Text("█" * filled, "green" if ratio <= 1 else "red")
+    text = Text().append("█" * filled, "green" if ratio <= 1 else "red")
     return text.append("·" * (width - filled), "dim")
 
 

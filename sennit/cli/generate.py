@@ -32,7 +32,7 @@ class Dtype(str, Enum):
 def generate(
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="Prompts; without any, standard input is one.", show_default=False),
+        typer.Argument(metavar="PROMPT", help="Prompts; without any, standard input is one.", show_default=False),
     ] = None,
     model: Annotated[
         str | None,
@@ -40,7 +40,9 @@ def generate(
             metavar="PATH_OR_ID", help="A folder, or a model's id on the hub.", show_default="SmolLM2-135M-Instruct"
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most for each prompt.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens to generate at most for each prompt.")
+    ] = 64,
     file: Annotated[
         Path | None,
         typer.Option(
@@ -180,7 +182,7 @@ def _print_all(prompts: list[str], completions: list[Completion]) -> None:
 
     stdout = console()
     for index, (prompt, done) in enumerate(zip(prompts, completions, strict=True), 1):
-        heading = Text(f"[{index}] ", "dim").append(" ".join(prompt.split()), "bold blue")
+        heading = Text().append(f"[{index}] ", "dim").append(" ".join(prompt.split()), "bold blue")
         heading.truncate(stdout.width, overflow="ellipsis")
         stdout.print(heading, no_wrap=True)
         typer.echo(done.text.strip("\n"))

@@ -173,6 +173,7 @@ def _print(found: dict[str, Any]) -> None:
         )
     for part in (versions, devices, backends, cache):
         stdout.print(part)
+        stdout.print()
     stdout.print("SENNIT_CACHE_DIR moves the cache; any folder in it may be deleted.", style="dim")
 
 

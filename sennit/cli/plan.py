@@ -31,18 +31,23 @@ class Combine(str, Enum):
 
 
 def plan(
-    batch: Annotated[str, typer.Argument(help='Requests as new@visible tokens: "2048@16384 + 64*1@16384".')],
+    batch: Annotated[
+        str, typer.Argument(metavar="BATCH", help='Requests as new@visible tokens: "2048@16384 + 64*1@16384".')
+    ],
     heads: Annotated[str, typer.Option(metavar="QO/KV", help="Query heads and KV heads.")] = "32/8",
     head_dim: Annotated[str, typer.Option(metavar="DIM", help="Head dimension, or QK/VO if they differ.")] = "128",
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 16,
-    split_size: Annotated[int | None, typer.Option(min=1, help="Split keys at its multiples only.")] = None,
+    page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens a page.")] = 16,
+    split_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Split keys at its multiples only.")
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Rows see no key behind their own.")] = True,
-    workers: Annotated[int | None, typer.Option(min=1, help="Workers (SMs).", show_default="132")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers (SMs).", show_default="132")] = None,
     combine: Annotated[
         Combine | None, typer.Option(help="Strands one after the other (sum), side by side (max).", show_default="max")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Use this backend's configurations instead of the example of an H200.")
+        str | None,
+        typer.Option(metavar="NAME", help="Use this backend's configurations instead of the example of an H200."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -143,19 +148,21 @@ def _make(
 
 def _print(described: dict[str, Any]) -> None:
     import numpy as np
-    from rich.padding import Padding
 
     from sennit.cli.bars import WorkerBars
 
     stdout = console()
     stdout.print(described["batch"], style="bold")
     stdout.print(_facts(described))
-    stdout.print(_segments(described["segments"]))
+    if described["segments"]:
+        stdout.print()
+        stdout.print(_segments(described["segments"]))
     idle = np.zeros(described["workers"])
     loads = {name: np.array(times) for name, times in described["loads_us"].items()}
     bars = WorkerBars(loads.get("wide", idle), loads.get("narrow", idle), described["combine"] == "max")
-    stdout.print("Predicted load of each worker", style="bold")
-    stdout.print(Padding(bars, (0, 0, 1, 0)))
+    stdout.print()
+    stdout.print(f"Load of each worker, of {described['makespan_us']:.1f} us", style="bold")
+    stdout.print(bars)
 
 
 def _facts(described: dict[str, Any]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sennit.errors import CapacityExceeded, InvalidInput, SennitError
@@ -15,45 +14,15 @@ from sennit.hf.queue import RequestQueue
 from sennit.hf.requests import Event, Request
 from sennit.hf.sharing import SharedSequences
 from sennit.hf.sizing import default_tokens, positive
+from sennit.hf.stats import BatcherStats
 from sennit.hf.text import TextStream
 from sennit.kvcache import KVCache
 
-__all__ = ["MAX_REQUESTS", "PAGE_SIZE", "Batcher", "BatcherStats"]
+__all__ = ["MAX_REQUESTS", "PAGE_SIZE", "Batcher"]
 
 PAGE_SIZE = 16
 MAX_REQUESTS = 64
 MAX_BATCH_TOKENS = 2048
-
-
-@dataclass(frozen=True)
-class BatcherStats:
-    """What a batcher has done so far, and what it holds now.
-
-    Attributes:
-        steps: packed steps run.
-        tokens_computed: tokens that went through the model; more than once where preemption made it necessary.
-        tokens_generated: new tokens.
-        prompts_chunked: times that a prompt took more than one step.
-        forks: requests that began with pages of another.
-        tokens_shared: tokens that they did not have to compute.
-        preemptions: times that a running request was put back because memory ran out.
-        evictions: finished sequences given up because memory ran out.
-        running: requests in the cache.
-        waiting: requests in the queue.
-        retained: finished sequences that are kept for their prefixes.
-    """
-
-    steps: int
-    tokens_computed: int
-    tokens_generated: int
-    prompts_chunked: int
-    forks: int
-    tokens_shared: int
-    preemptions: int
-    evictions: int
-    running: int
-    waiting: int
-    retained: int
 
 
 class Batcher:

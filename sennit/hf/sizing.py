@@ -29,7 +29,7 @@ def tokens_for(lengths: Sequence[int], *, page_size: int, max_requests: int) -> 
     Only ``max_requests`` of them run at a time; each has its own last page, and one to grow into when it joins.
 
     >>> tokens_for([1, 40, 16], page_size=16, max_requests=2)
-    112
+    96
     """
     longest = sorted(lengths, reverse=True)[:max_requests]
     return sum(-(-length // page_size) + 1 for length in longest) * page_size

@@ -83,13 +83,15 @@ def segment_times(segments: Segments, group_size: int, num_kv_heads: int, config
     """Times ``[2, strands, segments]``, on a worker and on the memory bus, of all tiles and heads of a segment."""
     tile_rows, key_step, item_time, step_time, memory_time = config.columns
     tiles = np.ceil(segments.q_len * group_size / tile_rows)
-    # Under causality the rows of a tile see, on average, half of the new keys that other tiles see.
-    hidden = segments.causal * segments.q_len * (0.5 - 0.5 / np.maximum(tiles, 1))
-    steps = np.ceil(np.maximum(segments.kv_len - hidden, 0) / key_step)
+    keys = segments.kv_len
+    if tiles.max(initial=0) > 1:
+        # Under causality the rows of a tile see, on average, half of the new keys that other tiles see.
+        keys = keys - segments.causal * segments.q_len * (0.5 - 0.5 / np.maximum(tiles, 1))
+    steps = np.ceil(keys / key_step)
     tiles *= num_kv_heads
-    times = np.empty((2, *steps.shape))
-    times[0] = tiles * (item_time + steps * step_time)
-    times[1] = tiles * steps * memory_time
+    times = np.empty((2, *tiles.shape))
+    np.multiply(tiles, item_time + steps * step_time, out=times[0])
+    np.multiply(tiles, steps * memory_time, out=times[1])
     return times
 
 
@@ -113,27 +115,37 @@ def place(
         ``(strand [segments], time)``, where ``time`` is the predicted makespan before any imbalance.
     """
     times = segment_times(segments, group_size, num_kv_heads, config)
-    if len(config.strands) == 1:
-        return np.zeros(len(segments), np.int64), float(times[0].sum()) / config.num_workers
-    strand = (times[0, 1] < times[0, 0]).astype(np.int64)
+    (first, *others), bus = times
+    if not others:
+        return np.zeros(len(segments), np.int64), float(first.sum()) / config.num_workers
+    second = others[0]
+    on_second = second < first
+    least = np.minimum(first, second).sum()
     if config.combine == "sum":
-        return strand, float(times[0].min(axis=0).sum()) / config.num_workers
-    preference = times[0, 0] / np.maximum(times[0, 1], 1e-9)
-    order = preference.argsort(kind="stable")
-    before = np.zeros((2, 2, len(segments) + 1))
-    times[:, :, order].cumsum(axis=2, out=before[:, :, 1:])
-    # fullest[n]: the makespan if the first n segments in that order take the first strand, and the others the second.
-    (first, second), (first_bus, second_bus) = before
-    fullest = np.maximum(np.maximum(first, second[-1] - second), first_bus + second_bus[-1] - second_bus)
-    preferred = int(preference[order].searchsorted(1.0, side="right"))
-    if alone:
-        return strand, float(fullest[preferred]) / config.num_workers
+        return on_second.astype(np.int64), float(least) / config.num_workers
+    on_bus = float(np.where(on_second, bus[1], bus[0]).sum())
+    load = float((second * on_second).sum())
+    preferred = max(load, float(least) - load, on_bus)
+    strand = on_second.astype(np.int64)
+    # No placement takes less than half of the least time on both strands, or less than the least time on the bus.
+    if not alone and max(float(least) / 2, float(np.minimum(*bus).sum())) < WORTH_DIVIDING * preferred:
+        divided, time = _divide(first, second, bus)
+        # A second strand brings more cuts and merges than are counted here.
+        if time < WORTH_DIVIDING * preferred:
+            strand, preferred = divided, time
+    return strand, preferred / config.num_workers
+
+
+def _divide(first: FloatArray, second: FloatArray, bus: FloatArray) -> tuple[npt.NDArray[np.int64], float]:
+    """Divide segments, in the order of how much they prefer the first strand, where the fullest side is least."""
+    order = (first / np.maximum(second, 1e-9)).argsort()
+    before, bus_before = prefix_sums(first[order]), prefix_sums(bus[0, order])
+    after, bus_after = (sums[-1] - sums for sums in (prefix_sums(second[order]), prefix_sums(bus[1, order])))
+    fullest = np.maximum(np.maximum(before, after), bus_before + bus_after)
     count = int(fullest.argmin())
-    # A second strand brings more cuts and merges than are counted here.
-    if fullest[count] < WORTH_DIVIDING * fullest[preferred]:
-        strand[order[:count]], strand[order[count:]] = 0, 1
-        preferred = count
-    return strand, float(fullest[preferred]) / config.num_workers
+    strand = np.ones(len(order), np.int64)
+    strand[order[:count]] = 0
+    return strand, float(fullest[count])
 
 
 def choose_config(

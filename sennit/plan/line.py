@@ -61,6 +61,13 @@ class Line:
         return time
 
     @cached_property
+    def columns(self) -> npt.NDArray[np.int32]:
+        """int32 ``[3, blocks]``: segment, row start and rows, the columns that a work item takes over as they are."""
+        columns = np.empty((3, len(self.segment)), np.int32)
+        columns[0], columns[1], columns[2] = self.segment, self.row_start, self.num_rows
+        return columns
+
+    @cached_property
     def unit_start(self) -> Int64Array:
         """First unit of each block, and the line's length."""
         return prefix_sums(self.head_units * self.num_heads)

@@ -124,26 +124,21 @@ def make_schedule(
 
 def _join(lines: list[Line], cuts_by_strand: list[Int64Array]) -> Schedule:
     """Items and merges of every strand, one strand after the other, with partial rows numbered throughout."""
-    items, merges, indptr = [], [], []
+    items, merges = [], []
+    indptr = np.zeros((len(lines), len(cuts_by_strand[0])), np.int64)
     num_items = num_partial_rows = 0
-    for line, cuts in zip(lines, cuts_by_strand, strict=True):
+    for line, cuts, first_item in zip(lines, cuts_by_strand, indptr, strict=True):
         if len(line):
-            strand_items, block, first_item = _items(line, cuts)
+            strand_items, block, first = _items(line, cuts)
             strand_merges, rows = _partials(line, strand_items, block, num_partial_rows)
             items.append(strand_items)
             merges.append(strand_merges)
-        else:
-            first_item, rows = np.zeros_like(cuts), 0
-        indptr.append(first_item + num_items)
-        num_items += int(first_item[-1])
-        num_partial_rows += rows
+            first_item[:] = first
+            num_partial_rows += rows
+        first_item += num_items
+        num_items = int(first_item[-1])
     return Schedule(
-        items=_side_by_side(items),
-        worker_indptr=np.stack(indptr),
-        merges=_side_by_side(merges),
-        num_partial_rows=num_partial_rows,
-        lines=tuple(lines),
-        cuts=tuple(cuts_by_strand),
+        _side_by_side(items), indptr, _side_by_side(merges), num_partial_rows, tuple(lines), tuple(cuts_by_strand)
     )
 
 
@@ -165,33 +160,35 @@ def _items(line: Line, cuts: Int64Array) -> tuple[Int32Array, Int64Array, Int64A
         items      |         |    |    |         |   |      |
     """
     inner = cuts[1:-1]
-    divided = np.minimum(line.block_at(inner), len(line) - 1)
+    divided = line.block_at(inner)
     units = line.head_units[divided]
     within = (inner - line.unit_start[divided]) % units
-    bounds = np.concatenate([line.unit_start, inner, inner - within, inner + (-within) % units])
+    inside = within.nonzero()[0]
+    begins = inner[inside] - within[inside]
+    bounds = np.concatenate([line.unit_start, inner, begins, begins + units[inside]])
     bounds.sort(kind="stable")  # sorted runs: merges
-    bounds = bounds[np.append(bounds[1:] > bounds[:-1], True)]
-    starts = bounds[:-1]
-    length = bounds[1:] - starts
+    new = bounds[1:] != bounds[:-1]
+    starts, ends = bounds[:-1][new], bounds[1:][new]
+    length = ends - starts
     block = line.block_at(starts)
     units = line.head_units[block]
-    head, first_unit = np.divmod(starts - line.unit_start[block], units)
-    num_heads = np.maximum(length // units, 1)
-    step, key_end = line.key_step[block], line.key_end[block]
+    offset = starts - line.unit_start[block]
     items = np.empty((ROW_WIDTH, len(starts)), np.int32)
-    items[Item.SEGMENT] = line.segment[block]
-    items[Item.ROW_START] = line.row_start[block]
-    items[Item.NUM_ROWS] = line.num_rows[block]
+    np.take(line.columns, block, axis=1, out=items[:3])
+    head = np.floor_divide(offset, units)
     items[Item.HEAD_START] = head
-    items[Item.NUM_HEADS] = num_heads
+    np.maximum(length // units, 1, out=items[Item.NUM_HEADS], casting="unsafe")
     if line.divisible:
-        items[Item.KEY_START] = first_unit * step
-        items[Item.KEY_END] = np.minimum((first_unit + np.minimum(length, units)) * step, key_end)
+        step = line.key_step[block]
+        first_key = (offset - head * units) * step
+        items[Item.KEY_START] = first_key
+        np.minimum(first_key + np.minimum(length, units) * step, line.key_end[block], out=items[Item.KEY_END], casting="unsafe")
+        items[Item.PARTIAL_ROW] = length < units
     else:
         items[Item.KEY_START] = line.key_start[block]
-        items[Item.KEY_END] = key_end
-    divided_head = length < units if line.divisible else line.num_chunks[block] > 1
-    items[Item.PARTIAL_ROW] = -1 + divided_head
+        items[Item.KEY_END] = line.key_end[block]
+        items[Item.PARTIAL_ROW] = line.num_chunks[block] > 1
+    items[Item.PARTIAL_ROW] -= 1
     return items, block, starts.searchsorted(cuts)
 
 

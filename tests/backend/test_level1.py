@@ -102,17 +102,18 @@ def test_exact_lengths_on_the_device_overrule_upper_bounds_on_the_host(backend, 
     problem = make_problem(np.random.default_rng(0), SPEC, q_lens, exact, page_size=4, device=device, form="padded")
     attn = attention_for(problem, backend)
     expected = attn.run(attn.plan(problem.batch), problem.q, problem.kv, sm_scale=1.0, return_lse=True)
-    table = np.zeros((4, 16), np.int64)  # pages beyond the exact lengths are some page or other
+    table = np.zeros((4, 16), np.int64)
     width = problem.batch.pages.widths[0]
     table[:, :width] = problem.batch.pages.entries.reshape(4, width)
     used = -(-np.asarray(exact) // 4)
-    table[np.arange(16) >= used[:, None]] = 1
+    table[np.arange(16) >= used[:, None]] = 1  # a host table is checked up to the bounds
     batch = sennit.Batch.padded(
         query_start_loc=np.append(0, np.cumsum(q_lens)), seq_lens=bounds, block_table=table,
         kv_lens_device=torch.tensor(exact, dtype=torch.int32, device=device),
     )  # fmt: skip
     for table_on_device in (False, True):
         if table_on_device:
+            table[np.arange(16) >= used[:, None]] = 10**6  # one on the device may hold anything past the exact length
             batch = sennit.Batch.padded(
                 query_start_loc=np.append(0, np.cumsum(q_lens)), seq_lens=bounds,
                 block_table=torch.tensor(table, dtype=torch.int32, device=device),

@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from batches import alike_prompts, drain, step_sizes
 from tiny_models import reference_logprobs, reference_tokens, tiny_model
 
 import sennit.hf
 from sennit.hf import Batcher, Completion, Event
-from sennit.hf.loading import load
 
 # Small enough that prompts are chunked and running requests are preempted.
 TIGHT: dict[str, Any] = {"page_size": 4, "num_tokens": 160, "max_batch_tokens": 24, "max_requests": 8}
-
-
-def alike_prompts(lengths: list[int], *, shared: int, seed: int = 0) -> list[list[int]]:
-    """Random prompts; of every three, two begin with the same tokens as far as they are long enough."""
-    generator = torch.Generator().manual_seed(seed)
-    common = torch.randint(0, 256, (shared,), generator=generator).tolist()
-    prompts = []
-    for i, length in enumerate(lengths):
-        own = torch.randint(0, 256, (length,), generator=generator).tolist()
-        prompts.append(own if i % 3 == 0 else common[:length] + own[shared:])
-    return prompts
-
-
-def drain(batcher: Batcher, *, check: bool = True) -> tuple[list[Event], dict[int, Completion]]:
-    """Step until there is nothing to do; verify the cache's invariants after every step."""
-    events: list[Event] = []
-    while batcher.has_work:
-        events += batcher.step()
-        if check:
-            batcher.cache.check()
-    return events, {e.request: e.completion for e in events if e.completion is not None}
-
-
-@contextlib.contextmanager
-def step_sizes(batcher: Batcher) -> Iterator[list[int]]:
-    """Tokens of each step."""
-    sizes: list[int] = []
-    original = batcher.cache.step
-
-    def recorded(items: list[tuple[int, int]], **options: Any) -> Any:
-        sizes.append(sum(count for _, count in items))
-        return original(items, **options)
-
-    batcher.cache.step = recorded  # type: ignore[method-assign]
-    yield sizes
-    del batcher.cache.step
 
 
 def test_a_crowded_batch_gives_each_prompt_its_own_tokens(model: Any) -> None:
@@ -384,78 +344,3 @@ def test_the_caches_dtype_is_the_models(dtype: torch.dtype) -> None:
         batcher.submit([1, 2, 3], max_new_tokens=3, logprobs=True)
         assert len(drain(batcher)[1][0].token_ids) == 3
         assert batcher.cache.specs[0].kv_dtype == dtype
-
-
-def mixed_lengths(count: int, longest: int) -> list[int]:
-    """``count`` lengths from 1 to ``longest``, both included, short ones more often."""
-    return [1 + round((longest - 1) * (i * 7 % count / (count - 1)) ** 1.5) for i in range(count)]
-
-
-@pytest.mark.slow
-@pytest.mark.model
-def test_smollm2_gives_the_tokens_of_each_prompt_alone_wherever_they_are_not_a_near_tie() -> None:
-    """In float32 two right computations may differ where the two most probable tokens are as good as equal."""
-    torch.set_num_threads(os.cpu_count() or 1)
-    model, tokenizer = load(None, dtype=torch.float32)
-    model.eval()
-    prompts = smollm2_prompts(tokenizer)
-    assert len(prompts) == 48
-    assert {1, 900} <= {len(prompt) for prompt in prompts}
-    with Batcher(model, tokenizer, num_tokens=3200, max_batch_tokens=256, max_requests=24) as batcher:
-        for prompt in prompts:
-            batcher.submit(prompt, max_new_tokens=40)
-        _, done = drain(batcher, check=False)
-        stats = batcher.stats()
-    assert stats.prompts_chunked > 0
-    assert stats.forks > 0
-    assert stats.preemptions > 0
-    compared = sum(agreed_tokens(model, prompt, done[i]) for i, prompt in enumerate(prompts))
-    # Near ties are rare: nearly every token must have been compared.
-    assert compared > 0.9 * sum(len(done[i].token_ids) for i in range(48))
-
-
-def smollm2_prompts(tokenizer: Any) -> list[list[int]]:
-    """48 prompts of 1 to 900 tokens of text; some are chats, which begin alike with the template's system message."""
-    words = tokenizer((Path(sennit.__file__).parent / "spec.py").read_text())["input_ids"]
-    prompts = [words[i * 37 % 400 :][:length] for i, length in enumerate(mixed_lengths(36, 900))]
-    for i in range(12):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"Name {i + 2} animals that live in the sea."}],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return prompts
-
-
-def agreed_tokens(model: Any, prompt: list[int], completion: Completion) -> int:
-    """Compare with eager generate up to the first near tie that was decided otherwise; return the tokens compared."""
-    expected = reference_tokens(model, prompt, 40)
-    for i, (got, want) in enumerate(zip(completion.token_ids, expected, strict=False)):
-        if got != want:
-            with torch.no_grad():
-                top = model(torch.tensor([prompt + expected[:i]])).logits[0, -1].topk(2).values
-            assert top[0] - top[1] <= 1e-3, f"token {i}: {got}, expected {want}, by {top[0] - top[1]}"
-            return i
-    assert len(completion.token_ids) == len(expected)
-    return len(expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "qwen3-tied"])
-def test_48_prompts_in_one_continuous_batch_give_the_tokens_of_each_alone(name: str) -> None:
-    architecture, _, tied = name.partition("-")
-    model = tiny_model(architecture, tied=bool(tied))
-    lengths = mixed_lengths(48, 900)
-    assert (min(lengths), max(lengths), len(lengths)) == (1, 900, 48)
-    prompts, new = alike_prompts(lengths, shared=100), 40
-    with Batcher(model, num_tokens=1600, page_size=16, max_batch_tokens=200, max_requests=24) as batcher:
-        for prompt in prompts:
-            batcher.submit(prompt, max_new_tokens=new)
-        _, done = drain(batcher)
-        stats = batcher.stats()
-    assert stats.prompts_chunked > 0
-    assert stats.forks > 0
-    assert stats.preemptions > 0
-    for i, prompt in enumerate(prompts):
-        assert done[i].token_ids == reference_tokens(model, prompt, new), i

@@ -53,6 +53,10 @@ def read_keys(
     else:
         first, last = key_start // launch.page_size, -(-key_end // launch.page_size)
         pages = launch.page_table[segment.kv_start + first : segment.kv_start + last].long()
+        if isinstance(segment.exact_len, torch.Tensor):
+            # Entries past the exact length may hold anything; any page serves, since its keys are zeroed below.
+            first_keys = torch.arange(first, last, device=pages.device) * launch.page_size
+            pages = pages.masked_fill(first_keys >= segment.exact_len, 0)
         keys = slice(key_start - first * launch.page_size, key_end - first * launch.page_size)
         k, v = launch.k[pages].flatten(0, 1)[keys], launch.v[pages].flatten(0, 1)[keys]
     if isinstance(segment.exact_len, torch.Tensor):
