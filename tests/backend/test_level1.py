@@ -111,7 +111,7 @@ def test_exact_lengths_on_the_device_overrule_upper_bounds_on_the_host(backend, 
         query_start_loc=np.append(0, np.cumsum(q_lens)), seq_lens=bounds, block_table=table,
         kv_lens_device=torch.tensor(exact, dtype=torch.int32, device=device),
     )  # fmt: skip
-    for table_on_device in (False, True):
+    for table_on_device in {False, device != "cpu"}:
         if table_on_device:
             table[np.arange(16) >= used[:, None]] = 10**6  # one on the device may hold anything past the exact length
             batch = sennit.Batch.padded(
