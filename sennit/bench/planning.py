@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sennit.errors import InvalidInput, SennitError
@@ -19,7 +20,15 @@ from sennit.plan.plan import Plan, make_plan
 from sennit.plan.schedule import Item
 from sennit.spec import AttentionSpec
 
-__all__ = ["FLASHINFER_MICROSECONDS", "WORKLOADS", "PlanningTime", "check_coverage", "imbalance", "measure"]
+__all__ = [
+    "FLASHINFER_MICROSECONDS",
+    "WORKLOADS",
+    "PlanningTime",
+    "check_coverage",
+    "imbalance",
+    "item_strands",
+    "measure",
+]
 
 PAGE_SIZE = 16
 SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
@@ -130,6 +139,12 @@ def imbalance(loads: FloatArray) -> float:
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
+def item_strands(plan: Plan) -> npt.NDArray[np.int64]:
+    """Strand of every work item, int64 ``[items]``."""
+    bounds = plan.schedule.worker_indptr
+    return np.arange(len(bounds)).repeat(bounds[:, -1] - bounds[:, 0])
+
+
 def check_coverage(plan: Plan) -> None:
     """Verify that every query row and head meets each of its tile's visible keys exactly once.
 
@@ -153,8 +168,8 @@ def check_coverage(plan: Plan) -> None:
 
 def _visible_keys(plan: Plan) -> dict[tuple[int, int, int, int], int]:
     """Keys that each tile's last row sees, from the definition."""
-    strands = zip(plan.config.strands, plan.schedule.lines, strict=True)
-    tile_rows = {segment: strand.tile_rows for strand, line in strands for segment in line.segment.tolist()}
+    placed = zip(plan.schedule.items[Item.SEGMENT].tolist(), item_strands(plan).tolist(), strict=True)
+    tile_rows = {segment: plan.config.strands[strand].tile_rows for segment, strand in placed}
     segments, group = plan.segments, plan.spec.group_size
     found = {}
     columns = (segments.q_len.tolist(), segments.kv_len.tolist(), segments.causal.tolist())

@@ -32,6 +32,7 @@ class Glyphs:
 
 
 STACKED = Glyphs(wide="█", narrow="▒", both="", idle="·")
+STACKED_IN_COLOUR = Glyphs(wide="▆", narrow="▆", both="", idle="·")
 SIDE_BY_SIDE = Glyphs(wide="▀", narrow="▄", both="█", idle="·")
 ASCII_STACKED = Glyphs(wide="#", narrow="=", both="", idle=".")
 ASCII_SIDE_BY_SIDE = Glyphs(wide='"', narrow="_", both="#", idle=".")
@@ -65,8 +66,8 @@ class WorkerBars:
         values = bar >= 2 * SHORTEST_BAR
         if values:
             bar -= VALUE_WIDTH
-        glyphs = self._glyphs(options.ascii_only)
         coloured = console.color_system is not None and not console.no_color
+        glyphs = self._glyphs(options.ascii_only, coloured)
         scale = max(float(self._times(wide, narrow).max()), 1e-9)
         for line in range(lines):
             text = Text(no_wrap=True)
@@ -91,10 +92,12 @@ class WorkerBars:
         chosen = [start + int(times[start : start + together].argmax()) for start in starts]
         return self.wide[chosen], self.narrow[chosen]
 
-    def _glyphs(self, ascii_only: bool) -> Glyphs:
+    def _glyphs(self, ascii_only: bool, coloured: bool) -> Glyphs:
         if self.side_by_side:
             return ASCII_SIDE_BY_SIDE if ascii_only else SIDE_BY_SIDE
-        return ASCII_STACKED if ascii_only else STACKED
+        if ascii_only:
+            return ASCII_STACKED
+        return STACKED_IN_COLOUR if coloured else STACKED
 
     def _bar(self, lengths: tuple[float, float], width: int, glyphs: Glyphs, coloured: bool) -> Text:
         """One bar of ``width`` cells; ``lengths`` are those of wide and narrow."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sennit.cli.output import command_group, console, error_console, print_json, table
+from sennit.cli.output import command_group, console, error_console, gauge, print_json, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,7 +90,7 @@ def _print(results: list[PlanningTime]) -> None:
             f"{result.imbalance:.3f}",
             Text(f"{result.flashinfer:.0f}" if result.flashinfer else "", "dim"),
         ]
-        bar = Text("█" * max(1, round(24 * result.median / largest)), "blue")
+        bar = gauge(result.median / largest, 24, "blue", ascii_only=stdout.options.ascii_only)
         made.add_row(*row, *([bar] if drawn else []))
     stdout.print(made)
     stdout.print()

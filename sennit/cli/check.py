@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sennit.cli.output import console, error_console, print_json, table
+from sennit.cli.output import console, error_console, gauge, print_json, table
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def _run(chosen: list[tuple[str, Case]], options: str) -> tuple[list[Tally], lis
 
 def _run_case(case: Case, tally: Tally) -> str:
     """Run a case and count it; what is wrong, or an empty text."""
-    from sennit.errors import UnsupportedFeature
+    from sennit.errors import SennitError, UnsupportedFeature
 
     try:
         outcome: Outcome = case.run()
@@ -147,7 +147,7 @@ def _run_case(case: Case, tally: Tally) -> str:
     except Exception as error:  # whatever a backend raises is a failure of that case, not the end of the test
         tally.failed += 1
         tally.worst_ratio = float("inf")
-        return f"{type(error).__name__}: {error}"
+        return str(error) if isinstance(error, SennitError) else f"{type(error).__name__}: {error}"
     tally.worst_ratio = max(tally.worst_ratio, outcome.ratio)
     if outcome.passed:
         tally.passed += 1
@@ -186,7 +186,8 @@ def _print(tallies: list[Tally], failures: list[Failure], device: str) -> None:
 
     stdout = console()
     for backend in dict.fromkeys(tally.backend for tally in tallies):
-        stdout.print(_table(backend, [tally for tally in tallies if tally.backend == backend], device))
+        of_backend = [tally for tally in tallies if tally.backend == backend]
+        stdout.print(_table(backend, of_backend, device, ascii_only=stdout.options.ascii_only))
         stdout.print()
     for reason in sorted({reason for tally in tallies for reason in tally.reasons}):
         stdout.print(f"skipped: {reason}", style="dim")
@@ -200,7 +201,7 @@ def _print(tallies: list[Tally], failures: list[Failure], device: str) -> None:
         stdout.print(_verdict(backend, [tally for tally in tallies if tally.backend == backend], device))
 
 
-def _table(backend: str, tallies: list[Tally], device: str) -> Table:
+def _table(backend: str, tallies: list[Tally], device: str, *, ascii_only: bool) -> Table:
     from rich.text import Text
 
     title = f"{backend} on {device}, against dense float64"
@@ -208,23 +209,16 @@ def _table(backend: str, tallies: list[Tally], device: str) -> Table:
     for tally in tallies:
         ratio = tally.worst_ratio
         tried = tally.passed + tally.failed
+        bar = gauge(ratio, 20, "green" if ratio <= 1 else "red", ascii_only=ascii_only)
         made.add_row(
             tally.group,
             f"{tally.passed}",
             Text(f"{tally.failed}", "bold red") if tally.failed else "0",
             f"{tally.skipped}" if tally.skipped else "0",
             f"{100 * ratio:.0f} %" if tried and ratio < 100 else ("far" if tried else ""),
-            _gauge(ratio) if tried else Text("skipped", "dim"),
+            bar if tried else Text("skipped", "dim"),
         )
     return made
-
-
-def _gauge(ratio: float, width: int = 20) -> Any:
-    from rich.text import Text
-
-    filled = min(width, round(width * min(ratio, 1.0)))
-    text = Text().append("█" * filled, "green" if ratio <= 1 else "red")
-    return text.append("·" * (width - filled), "dim")
 
 
 def _verdict(backend: str, tallies: Iterable[Tally], device: str) -> Any:

@@ -6,8 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from sennit.bench.planning import imbalance
+from sennit.bench.planning import imbalance, item_strands
+from sennit.plan.cost import FloatArray
 from sennit.plan.plan import Plan
 from sennit.plan.schedule import Item, Merge
 
@@ -54,11 +56,10 @@ def describe(plan: Plan, *, causal: bool) -> dict[str, Any]:
 def _groups(plan: Plan) -> list[dict[str, Any]]:
     """Equal neighbours among the segments, counted together."""
     segments, count = plan.segments, len(plan.segments)
-    strand, times = np.full(count, -1), np.zeros(count)
-    for index, line in enumerate(plan.schedule.lines):
-        strand[line.segment] = index
-        times += np.bincount(line.segment, line.head_time * line.num_heads, minlength=count)
-    items = plan.schedule.items
+    items, of_item = plan.schedule.items, item_strands(plan)
+    strand = np.full(count, -1)
+    strand[items[Item.SEGMENT]] = of_item
+    times = np.bincount(items[Item.SEGMENT], _item_times(plan, of_item), minlength=count)
     partial = items[Item.NUM_HEADS] * (items[Item.PARTIAL_ROW] >= 0)
     splits = np.bincount(items[Item.SEGMENT], partial, minlength=count)
     items_of = np.bincount(items[Item.SEGMENT], minlength=count)
@@ -78,3 +79,16 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
         }
         for start, end in pairwise(bounds)
     ]
+
+
+def _item_times(plan: Plan, strand: npt.NDArray[np.int64]) -> FloatArray:
+    """Predicted microseconds of every item, ``[items]``."""
+    items, strands = plan.schedule.items, plan.config.strands
+    key_step, item_time, step_time, split_time = np.array(
+        [[s.key_step, s.item_time, s.step_time, s.split_time] for s in strands]
+    ).T[:, strand]
+    steps = np.maximum(np.ceil((items[Item.KEY_END] - items[Item.KEY_START]) / key_step), 1)
+    times: FloatArray = items[Item.NUM_HEADS] * (
+        item_time + steps * step_time + split_time * (items[Item.PARTIAL_ROW] >= 0)
+    )
+    return times

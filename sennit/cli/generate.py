@@ -45,13 +45,7 @@ def generate(
     ] = 64,
     file: Annotated[
         Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            readable=True,
-            allow_dash=True,
-            help="A file of prompts, one a line; - is standard input.",
-        ),
+        typer.Option(metavar="PATH", help="A file of prompts, one a line; - is standard input."),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -88,6 +82,8 @@ def _read_prompts(prompts: list[str], file: Path | None) -> list[str]:
             prompts = [piped]
     except UnicodeDecodeError as error:
         fail(f"{file or 'standard input'}: expected text in UTF-8, got {error.object[error.start : error.start + 1]!r}")
+    except OSError as error:
+        fail(f"--file: {file} cannot be read ({error.strerror})")
     if any("\udc80" <= letter <= "\udcff" for prompt in prompts for letter in prompt):  # how Python keeps other bytes
         fail("PROMPT: expected text in UTF-8, got other bytes")
     if not prompts:
@@ -171,7 +167,7 @@ def _progress(prompts: int, max_new_tokens: int, shown: bool) -> Iterator[Any]:
                 done += 1
             # What a finished request did not use counts as done.
             spared = max_new_tokens - len(event.completion.token_ids) if event.completion is not None else 0
-            text = f"{tokens} tokens" + (f", {done} of {prompts} prompts done" if prompts > 1 else "")
+            text = f"{tokens} new tokens" + (f", {done} of {prompts} prompts done" if prompts > 1 else "")
             bar.update(task, advance=(event.token_id is not None) + spared, description=text)
 
         yield advance

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 __all__ = [
     "command_group",
@@ -19,6 +20,7 @@ __all__ = [
     "error_console",
     "fail",
     "format_bytes",
+    "gauge",
     "print_json",
     "table",
     "working",
@@ -108,6 +110,18 @@ def table(title: str, *columns: str) -> Table:
             column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
         )
     return made
+
+
+def gauge(fraction: float, width: int, style: str, *, ascii_only: bool) -> Text:
+    """A bar of which ``fraction`` is filled; the rest is dots."""
+    from rich.text import Text
+
+    filled = round(width * min(max(fraction, 0.0), 1.0))
+    return (
+        Text()
+        .append(("#" if ascii_only else "▆") * filled, style)
+        .append(("." if ascii_only else "·") * (width - filled), "dim")
+    )
 
 
 def format_bytes(size: float) -> str:

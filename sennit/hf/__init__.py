@@ -17,10 +17,21 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 16
 from sennit.hf.attention import register
 from sennit.hf.batcher import Batcher
 from sennit.hf.generation import generate, stream
+from sennit.hf.loading import load
 from sennit.hf.models import check_supported, layer_specs
 from sennit.hf.requests import Completion, Event
 from sennit.hf.stats import BatcherStats
 
-__all__ = ["Batcher", "BatcherStats", "Completion", "Event", "check_supported", "generate", "layer_specs", "stream"]
+__all__ = [
+    "Batcher",
+    "BatcherStats",
+    "Completion",
+    "Event",
+    "check_supported",
+    "generate",
+    "layer_specs",
+    "load",
+    "stream",
+]
 
 register()

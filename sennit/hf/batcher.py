@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from sennit.errors import CapacityExceeded, InvalidInput, SennitError
 from sennit.hf.forward import PackedForward
 from sennit.hf.greedy import check_greedy, stop_tokens
@@ -18,11 +20,12 @@ from sennit.hf.stats import BatcherStats
 from sennit.hf.text import TextStream
 from sennit.kvcache import KVCache
 
-__all__ = ["MAX_REQUESTS", "PAGE_SIZE", "Batcher"]
+__all__ = ["MAX_NEW_TOKENS", "MAX_REQUESTS", "PAGE_SIZE", "Batcher"]
 
 PAGE_SIZE = 16
 MAX_REQUESTS = 64
 MAX_BATCH_TOKENS = 2048
+MAX_NEW_TOKENS = 64
 
 
 class Batcher:
@@ -53,6 +56,18 @@ class Batcher:
         UnsupportedFeature: the model has sliding windows, is spread over devices, or its generation configuration asks
             for something that changes greedy tokens, such as a repetition penalty.
         InvalidInput: a number is out of range.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> tiny = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **tiny))
+    >>> with Batcher(model, num_tokens=1024) as batcher:
+    ...     first = batcher.submit([5, 6, 7], max_new_tokens=3, eos_token_id=[])
+    ...     events = batcher.step()
+    ...     second = batcher.submit([5, 6, 8], max_new_tokens=2, eos_token_id=[])
+    ...     while batcher.has_work:
+    ...         events += batcher.step()
+    >>> [(event.request, event.finish_reason) for event in events]
+    [(0, None), (0, None), (1, None), (0, 'length'), (1, 'length')]
     """
 
     def __init__(
@@ -105,7 +120,7 @@ class Batcher:
         self,
         prompt: Prompt,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int = MAX_NEW_TOKENS,
         raw: bool = False,
         logprobs: bool = False,
         eos_token_id: int | Sequence[int] | None = None,
@@ -220,7 +235,8 @@ class Batcher:
             if count == request.pending:
                 rows.append(len(ids) - 1)
         logprobs = any(request.wants_logprobs for request in complete)
-        with self.cache.step([(request.running, count) for request, count in chunks]) as step:
+        items = [(request.running, count) for request, count in chunks]
+        with torch.inference_mode(), self.cache.step(items) as step:
             tokens, chances = self._forward(step, ids, rows, logprobs=logprobs)
         self._steps += 1
         self._tokens_computed += len(ids)

@@ -41,7 +41,7 @@ class PackedForward:
         """
         host = torch.tensor([*ids, *rows], dtype=torch.int64)
         device = host.to(self._model.device)
-        with _attention_set_to(NAME, self._configs), torch.inference_mode():
+        with _attention_set_to(NAME, self._configs):
             logits = self._model(
                 input_ids=device[None, : len(ids)],
                 attention_mask=self._no_mask,

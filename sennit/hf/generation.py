@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from sennit.hf.batcher import MAX_REQUESTS, PAGE_SIZE, Batcher
+from sennit.hf.batcher import MAX_NEW_TOKENS, MAX_REQUESTS, PAGE_SIZE, Batcher
 from sennit.hf.models import layer_specs, model_device, vocab_size
 from sennit.hf.prompts import Prompt, check_prompts, encode
 from sennit.hf.requests import Completion, Event
@@ -34,7 +34,7 @@ def generate(
     tokenizer: Any | None,
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int = 64,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     raw: bool = False,
     logprobs: bool = False,
     eos_token_id: int | Sequence[int] | None = None,
@@ -59,6 +59,14 @@ def generate(
     Raises:
         InvalidInput, UnsupportedModel, UnsupportedFeature, CapacityExceeded: see :class:`sennit.hf.Batcher` and its
             ``submit``; nothing has been computed then.
+
+    >>> from transformers import Qwen3Config, Qwen3ForCausalLM
+    >>> tiny = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 1}
+    >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    >>> model = Qwen3ForCausalLM(Qwen3Config(vocab_size=32, max_position_embeddings=64, **tiny, **heads))
+    >>> first, second = generate(model, None, [[1, 2, 3], [4]], max_new_tokens=5)
+    >>> len(first.token_ids), second.finish_reason
+    (5, 'length')
     """
     found: dict[int, Completion] = {}
     events = stream(
@@ -82,7 +90,7 @@ def stream(
     tokenizer: Any | None,
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int = 64,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     raw: bool = False,
     logprobs: bool = False,
     eos_token_id: int | Sequence[int] | None = None,

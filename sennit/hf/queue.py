@@ -45,10 +45,8 @@ class RequestQueue:
     def schedule(self) -> tuple[list[tuple[Request, int]], list[Event]]:
         """Return the next step's requests, each with the tokens it computes of them, and the ends for lack of room."""
         ended: list[Event] = []
-        preemptions = self.preemptions
         chunks = dict(self._place_running(ended))
-        if self.preemptions == preemptions:  # what was just put back shall not come back at once
-            chunks |= self._admit(self._max_batch_tokens - sum(chunks.values()), ended)
+        chunks |= self._admit(self._max_batch_tokens - sum(chunks.values()), ended)
         return [(r, chunks[r.running]) for r in self.running if r.running in chunks], ended
 
     def computed(self, request: Request, tokens: int) -> None:

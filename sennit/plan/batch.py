@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -205,12 +206,12 @@ class Batch:
         """Requests in the batch, those without query rows included."""
         return len(self.q_lens)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Query rows of all requests together."""
         return int(self.q_lens.sum())
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows that the query tensor must at least have."""
         return int((self.q_starts + self.q_lens).max(initial=0, where=self.q_lens > 0))

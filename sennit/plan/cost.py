@@ -65,11 +65,39 @@ class KernelConfig:
     combine: Literal["sum", "max"] = "sum"
 
     @cached_property
-    def columns(self) -> FloatArray:
-        """Tile rows, key step, item, step and memory time of the strands: ``[5, strands, 1]``."""
-        rows = [[s.tile_rows, s.key_step, s.item_time, s.step_time, s.memory_time] for s in self.strands]
-        columns: FloatArray = np.array(rows).T[:, :, None]
-        return columns
+    def tile_rows(self) -> npt.NDArray[np.int64]:
+        """Packed query rows of a tile, ``[strands]``; this and the next are indexed by strand."""
+        return np.array([s.tile_rows for s in self.strands])
+
+    @cached_property
+    def key_steps(self) -> npt.NDArray[np.int64]:
+        """Keys of a step, ``[strands]``."""
+        return np.array([s.key_step for s in self.strands])
+
+    @cached_property
+    def item_times(self) -> FloatArray:
+        """Fixed time of an item and head, ``[strands]``."""
+        return np.array([s.item_time for s in self.strands])
+
+    @cached_property
+    def step_times(self) -> FloatArray:
+        """Time of a key step, ``[strands]``."""
+        return np.array([s.step_time for s in self.strands])
+
+    @cached_property
+    def memory_times(self) -> FloatArray:
+        """Time of a key step on the memory bus, ``[strands]``."""
+        return np.array([s.memory_time for s in self.strands])
+
+    @cached_property
+    def cut_times(self) -> FloatArray:
+        """What cutting a head adds: another item, and two partial results, ``[strands]``."""
+        return self.item_times + 2 * self.split_times
+
+    @cached_property
+    def split_times(self) -> FloatArray:
+        """Time of a partial result, ``[strands]``."""
+        return np.array([s.split_time for s in self.strands])
 
 
 def prefix_sums(values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
@@ -81,17 +109,16 @@ def prefix_sums(values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
 
 def segment_times(segments: Segments, group_size: int, num_kv_heads: int, config: KernelConfig) -> FloatArray:
     """Times ``[2, strands, segments]``, on a worker and on the memory bus, of all tiles and heads of a segment."""
-    tile_rows, key_step, item_time, step_time, memory_time = config.columns
-    tiles = np.ceil(segments.q_len * group_size / tile_rows)
-    keys = segments.kv_len
+    tiles = np.ceil(segments.q_len * group_size / config.tile_rows[:, None])
+    keys: npt.NDArray[Any] = segments.kv_len
     if tiles.max(initial=0) > 1:
         # Under causality the rows of a tile see, on average, half of the new keys that other tiles see.
         keys = keys - segments.causal * segments.q_len * (0.5 - 0.5 / np.maximum(tiles, 1))
-    steps = np.ceil(keys / key_step)
+    steps = np.ceil(keys / config.key_steps[:, None])
     tiles *= num_kv_heads
     times = np.empty((2, *tiles.shape))
-    np.multiply(tiles, item_time + steps * step_time, out=times[0])
-    np.multiply(tiles, steps * memory_time, out=times[1])
+    np.multiply(tiles, config.item_times[:, None] + steps * config.step_times[:, None], out=times[0])
+    np.multiply(tiles, steps * config.memory_times[:, None], out=times[1])
     return times
 
 
@@ -115,25 +142,25 @@ def place(
         ``(strand [segments], time)``, where ``time`` is the predicted makespan before any imbalance.
     """
     times = segment_times(segments, group_size, num_kv_heads, config)
-    (first, *others), bus = times
-    if not others:
-        return np.zeros(len(segments), np.int64), float(first.sum()) / config.num_workers
-    second = others[0]
+    totals, bus_totals = times.sum(axis=2)
+    if len(totals) == 1:
+        return np.zeros(len(segments), np.int64), float(totals[0]) / config.num_workers
+    (first, second), bus = times
     on_second = second < first
-    least = np.minimum(first, second).sum()
-    if config.combine == "sum":
-        return on_second.astype(np.int64), float(least) / config.num_workers
-    on_bus = float(np.where(on_second, bus[1], bus[0]).sum())
-    load = float((second * on_second).sum())
-    preferred = max(load, float(least) - load, on_bus)
     strand = on_second.astype(np.int64)
-    # No placement takes less than half of the least time on both strands, or less than the least time on the bus.
-    if not alone and max(float(least) / 2, float(np.minimum(*bus).sum())) < WORTH_DIVIDING * preferred:
+    load = float(second @ strand)  # of the second strand
+    least = load + float(totals[0] - first @ strand)
+    if config.combine == "sum":
+        return strand, least / config.num_workers
+    on_bus = float(bus[1] @ strand + bus_totals[0] - bus[0] @ strand)
+    makespan = max(load, least - load, on_bus)
+    # No placement takes less than half of the least time on both strands, or than the least on the bus.
+    if not alone and max(least / 2, float(np.minimum(*bus).sum())) < WORTH_DIVIDING * makespan:
         divided, time = _divide(first, second, bus)
         # A second strand brings more cuts and merges than are counted here.
-        if time < WORTH_DIVIDING * preferred:
-            strand, preferred = divided, time
-    return strand, preferred / config.num_workers
+        if time < WORTH_DIVIDING * makespan:
+            strand, makespan = divided, time
+    return strand, makespan / config.num_workers
 
 
 def _divide(first: FloatArray, second: FloatArray, bus: FloatArray) -> tuple[npt.NDArray[np.int64], float]:

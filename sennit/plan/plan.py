@@ -185,7 +185,7 @@ def _make_tensors(
         host=host,
         device=on_device,
         page_table=entries if isinstance(entries, torch.Tensor) else on_device[table_at:],
-        stamp=torch.from_numpy(np.array([extents.generation], np.int32)),
+        stamp=host[:1] if into is None else host[:1].clone(),  # the header's first word
         kv_lens=batch.kv_lens_device,
         slots=_device_slots(batch, device),
     )

@@ -101,12 +101,13 @@ def largest_page(batch: Batch, needed: Int64Array) -> int:
     """
     if batch.pages is None or not isinstance(batch.pages.entries, np.ndarray) or not needed.any():
         return -1
-    entries, starts, widths = batch.pages.entries, batch.pages.starts, batch.pages.widths
-    if len(entries) == needed.sum() and (needed == widths).all():
+    entries, starts = batch.pages.entries, batch.pages.starts
+    total = int(needed.sum())
+    if len(entries) == total:  # no request needs more than it has, so every entry is visible
         visible = entries
     else:
         first = starts - needed.cumsum() + needed
-        visible = entries[first.repeat(needed) + np.arange(needed.sum())]
+        visible = entries[first.repeat(needed) + np.arange(total)]
     # One pass for both ends: as an unsigned number a negative id is larger than any allowed one.
     largest = int(visible.view(f"u{visible.dtype.itemsize}").max())
     if largest > INT32_MAX or (visible.dtype.itemsize < 4 and visible.min() < 0):
@@ -122,7 +123,7 @@ def largest_page(batch: Batch, needed: Int64Array) -> int:
 
 def _causal_flags(causal: bool | Sequence[bool], count: int) -> Int64Array:
     if isinstance(causal, (bool, np.bool_)):
-        return np.full(count, int(causal), np.int64)
+        return np.ones(count, np.int64) if causal else np.zeros(count, np.int64)
     flags = np.asarray(causal)
     if flags.dtype != np.bool_ and flags.size:
         raise InvalidInput("causal", expected="a bool, or one bool a request", got=f"dtype {flags.dtype}")

@@ -21,7 +21,7 @@ Int32Array = npt.NDArray[np.int32]
 class Header(IntEnum):
     """Words at the beginning of the array; ``*_AT`` are offsets of sections, in words."""
 
-    GENERATION = 0
+    GENERATION = 0  # plans have a copy of it, their stamp
     NUM_ROWS = 1  # rows that the query tensor must have
     NUM_TOKENS = 2  # rows that requests cover
     LARGEST_PAGE = 3  # -1: none, or unknown because the table is on a device

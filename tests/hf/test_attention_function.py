@@ -209,6 +209,13 @@ def test_masks_become_requests(
     assert list(zip(batch.q_lens.tolist(), batch.kv_lens.tolist(), causal, strict=True)) == expected
 
 
+def test_columns_of_a_static_cache_that_nobody_has_written_are_never_seen() -> None:
+    ranges = key_ranges(2, 3, 10, q_offset=torch.tensor(2))
+    batch, causal = ranges.requests()
+    assert (batch.q_lens.tolist(), batch.kv_lens.tolist(), causal) == ([3, 3], [5, 5], [True, True])
+    assert ranges.visible == 5
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_key_ranges_say_the_same_as_transformers_own_mask(seed: int) -> None:
     from transformers.masking_utils import sdpa_mask

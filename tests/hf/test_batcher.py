@@ -82,8 +82,9 @@ def test_alike_prompts_submitted_together_compute_their_common_part_once(llama: 
     with Batcher(llama, num_tokens=2048, page_size=4) as batcher:
         for prompt in prompts:
             batcher.submit(prompt, max_new_tokens=1)
-        _, done = drain(batcher)
+        events, done = drain(batcher)
         stats = batcher.stats()
+    assert [e.request for e in events] == [0, 1, 2, 3, 4, 5]
     assert stats.forks == 5
     assert stats.tokens_computed == 66 + 5 * 2
     for i, prompt in enumerate(prompts):
@@ -116,6 +117,31 @@ def test_the_same_prompt_again_computes_one_token(llama: Any) -> None:
     assert first == second
 
 
+def test_a_cancelled_prompt_is_not_waited_for(llama: Any) -> None:
+    prompt = alike_prompts([64], shared=0)[0]
+    with Batcher(llama, num_tokens=512, page_size=4, max_batch_tokens=16, max_requests=4) as batcher:
+        batcher.submit(prompt, max_new_tokens=1)
+        batcher.step()
+        batcher.cancel(0)
+        batcher.submit(prompt, max_new_tokens=1)
+        done = drain(batcher)[1]
+        assert batcher.stats().tokens_shared == 16  # what had been computed until then
+    assert done[1].token_ids == reference_tokens(llama, prompt, 1)
+
+
+def test_retained_prefixes_give_way_to_decoding_before_anybody_is_preempted(llama: Any) -> None:
+    prompts = [list(range(24)), list(range(100, 108)), list(range(200, 208))]
+    with Batcher(llama, num_tokens=64, page_size=4, max_batch_tokens=64, max_requests=4) as batcher:
+        batcher.submit(prompts[0], max_new_tokens=3)
+        drain(batcher)
+        for prompt in prompts[1:]:
+            batcher.submit(prompt, max_new_tokens=20)
+        done = drain(batcher)[1]
+        assert (batcher.stats().evictions, batcher.stats().preemptions) == (1, 0)
+    for i in (1, 2):
+        assert done[i].token_ids == reference_tokens(llama, prompts[i], 20)
+
+
 def test_retained_prefixes_give_way_to_new_requests(llama: Any) -> None:
     with Batcher(llama, num_tokens=64, page_size=4, max_batch_tokens=64, max_requests=4) as batcher:
         for i in range(6):
@@ -138,17 +164,31 @@ def test_without_sharing_nothing_is_forked_or_kept(llama: Any) -> None:
 
 
 def test_the_request_that_started_last_is_preempted_and_loses_nothing(llama: Any) -> None:
-    prompts = [list(range(16)), list(range(100, 116))]
-    # Ten pages: both start with four each and one to grow into each, then both want more.
+    prompts = [list(range(16)), list(range(100, 116)), [50, 51]]
+    # Ten pages: two start with four each and one to grow into each, then both want more. The third waits behind them.
     with Batcher(llama, num_tokens=40, page_size=4, max_batch_tokens=64, max_requests=2) as batcher:
         for prompt in prompts:
             batcher.submit(prompt, max_new_tokens=16)
+        batcher.step()
+        assert (batcher.stats().running, batcher.stats().waiting) == (2, 1)
         events, done = drain(batcher)
         assert batcher.stats().preemptions > 0
-    last = [e.request for e in events if e.completion]
-    assert last == [0, 1]
+    assert list(done) == [0, 1, 2]
+    # Back at the front of the queue: the third has not slipped past the one that was put back.
+    ended = next(i for i, e in enumerate(events) if e.request == 0 and e.completion)
+    assert min(i for i, e in enumerate(events) if e.request == 2) > ended
     for i, prompt in enumerate(prompts):
         assert done[i].token_ids == reference_tokens(llama, prompt, 16)
+
+
+def test_a_request_waits_until_there_is_a_page_to_grow_into(llama: Any) -> None:
+    with Batcher(llama, num_tokens=36, page_size=4, max_batch_tokens=64, max_requests=2) as batcher:
+        for start in (0, 100):
+            batcher.submit(list(range(start, start + 16)), max_new_tokens=4)
+        batcher.step()
+        assert (batcher.stats().running, batcher.stats().waiting) == (1, 1)
+        drain(batcher)
+        assert batcher.stats().preemptions == 0
 
 
 def test_a_request_that_outgrows_the_whole_cache_ends_with_what_it_has(llama: Any) -> None:
@@ -342,5 +382,9 @@ def test_the_caches_dtype_is_the_models(dtype: torch.dtype) -> None:
     model = tiny_model("llama", dtype=dtype)
     with Batcher(model, num_tokens=64, max_requests=2) as batcher:
         batcher.submit([1, 2, 3], max_new_tokens=3, logprobs=True)
-        assert len(drain(batcher)[1][0].token_ids) == 3
+        done = drain(batcher)[1][0]
+        assert len(done.token_ids) == 3
         assert batcher.cache.specs[0].kv_dtype == dtype
+    # The softmax is in float32 even where the model is not.
+    assert done.logprobs is not None
+    assert any(torch.tensor(p).bfloat16().item() != p for p in done.logprobs)

@@ -43,6 +43,16 @@ def test_an_incomplete_last_character_is_told_at_the_end(tokenizer: Any) -> None
     assert pieces_of(tokenizer, ids) == ["a", "", "", "\ufffd"]
 
 
+def test_spaces_between_words_are_kept_where_a_tokenizer_drops_the_first_one() -> None:
+    class Words:
+        """Every token is a word with a space before it, as in SentencePiece; the first space is dropped."""
+
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            return "".join(f" w{i}" for i in ids)[1:]
+
+    assert pieces_of(Words(), [1, 2, 3, 4]) == ["w1", " w2", " w3", " w4", ""]
+
+
 def test_text_already_told_is_continued_where_a_tokenizer_rewrites_it() -> None:
     class Tidying:
         """Joins a full stop to the word before it, after that word was told with its space."""

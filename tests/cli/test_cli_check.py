@@ -1,0 +1,117 @@
+"""``sennit check``: right backends pass, each fault of a wrong one is found, and what it prints repeats the failure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from sennit.check.selftest import cases
+from sennit.errors import UnsupportedFeature
+
+BATTERY = [case for case in cases("reference-items", num_random=6) if case.group not in ("pages", "dims")]
+
+
+@pytest.mark.parametrize("case", BATTERY, ids=lambda case: case.name)
+def test_the_battery_passes_when_items_are_run_one_by_one(case):
+    outcome = case.run()
+    assert outcome.passed, outcome.text
+
+
+def test_names_are_unique_and_cover_what_is_promised():
+    names = [case.name for case in cases("reference", num_random=3)]
+    assert len(set(names)) == len(names)
+    groups = {name.partition("/")[0] for name in names}
+    assert groups == {"dims", "groups", "latent", "lengths", "pages", "packed", "splits", "append", "cache", "random"}
+
+
+@pytest.mark.parametrize("name", ["dims/64x64-bfloat16", "random/5"])
+def test_a_case_has_the_same_numbers_wherever_and_whenever_it_runs(name):
+    first, second = (next(c for c in cases("reference", num_random=n) if c.name == name) for n in (6, 9))
+    assert first.run() == second.run()
+
+
+def test_random_cases_depend_on_the_seed():
+    one, other = (next(c for c in cases("reference", num_random=1, seed=s) if c.group == "random") for s in (0, 1))
+    assert one.run().text != other.run().text
+
+
+def run_case(backend, name):
+    return next(case for case in cases(backend, num_random=0) if case.name == name).run()
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("inexact", "dims/64x64-float32"),
+        ("inexact", "cache/float32-pages-of-4"),
+        ("misplacing", "append/float32"),
+        ("misplacing", "append/latent"),
+        ("idle", "append/bfloat16"),
+        ("forgetful", "cache/latent-pages-of-16"),
+    ],
+)
+def test_a_faulty_backend_fails_the_case_that_is_about_its_fault(add_backend, fault, name):
+    outcome = run_case(add_backend(fault, f"faulty_backends:{fault.upper()}"), name)
+    assert not outcome.passed
+
+
+def test_what_a_backend_does_not_support_is_raised_as_such(add_backend):
+    with pytest.raises(UnsupportedFeature, match="latent keys not implemented"):
+        run_case(add_backend("choosy", "faulty_backends:CHOOSY"), "latent/float32")
+
+
+def test_a_right_backend_ends_with_exit_code_0(sennit):
+    result = sennit("check", "--backend", "reference", "--random", "3", "--only", "[lr]*")
+    assert result.exit_code == 0, result.stdout
+    assert "reference on cpu: 14 of 14 cases right" in result.stdout
+
+
+def test_without_a_name_every_backend_that_can_run_here_is_checked(sennit, add_backend):
+    add_backend("absent", "faulty_backends:ABSENT")
+    result = json.loads(sennit("check", "--device", "cpu", "--only", "lengths/empty", "--json").stdout)
+    assert [group["backend"] for group in result["groups"]] == ["reference", "reference-items"]
+
+
+@pytest.mark.parametrize("fault", ["inexact", "raising"])
+def test_a_failure_ends_with_exit_code_1_and_the_command_that_repeats_it(sennit, add_backend, fault):
+    add_backend(fault, f"faulty_backends:{fault.upper()}")
+    options = ("--backend", fault, "--device", "cpu", "--seed", "4", "--random", "8", "--only", "random/*")
+    result = sennit("check", *options, "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert not found["passed"]
+    failure = found["failures"][0]
+    assert "page=" in failure["text"]
+    assert ("no such kernel" in failure["text"]) == (fault == "raising")
+    again = sennit(*shlex.split(failure["repeat"])[1:], "--json")
+    assert again.exit_code == 1
+    assert [f["text"] for f in json.loads(again.stdout)["failures"]] == [failure["text"]]
+    printed = sennit("check", *options)
+    assert printed.exit_code == 1
+    assert failure["repeat"] in printed.stdout
+    assert "--seed 4" in printed.stdout
+
+
+def test_what_is_not_supported_is_skipped_with_the_reason_and_not_failed(sennit, add_backend):
+    add_backend("choosy", "faulty_backends:CHOOSY")
+    options = ("check", "--backend", "choosy", "--only", "latent/*", "--random", "0")
+    result = json.loads(sennit(*options, "--json").stdout)
+    assert result["passed"]
+    (group,) = result["groups"]
+    assert (group["passed"], group["skipped"]) == (0, 4)
+    assert "latent keys not implemented" in group["skip_reasons"][0]
+    assert "latent keys not implemented" in " ".join(sennit(*options).stdout.split())
+
+
+def test_a_backend_that_cannot_run_here_is_an_error(sennit, add_backend):
+    result = sennit("check", "--backend", add_backend("absent", "faulty_backends:ABSENT"))
+    assert result.exit_code == 2
+    assert "needs a GPU [red]of another kind" in result.stderr
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_the_terminal(sennit, width):
+    result = sennit("check", "--backend", "reference", "--random", "1", "--only", "*/*32", width=width)
+    assert max(map(len, result.stdout.splitlines())) <= width

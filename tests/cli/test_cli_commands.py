@@ -1,0 +1,116 @@
+"""What all commands have in common: help, errors, exit codes, pure JSON, and how little is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import sennit as package
+from sennit.plan.batch import Batch
+
+COMMANDS = [("generate",), ("info",), ("check",), ("plan",), ("bench",), ("bench", "plan")]
+
+
+@pytest.mark.parametrize("command", [(), *COMMANDS], ids=" ".join)
+def test_help_of_every_command_has_an_example_of_that_command(sennit, command):
+    result = sennit(*command, "--help", width=100)
+    assert result.exit_code == 0
+    assert f"Example: {' '.join(('sennit', *command))}" in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_that_prints_results_has_json(sennit, command):
+    if command != ("bench",):
+        assert "--json" in sennit(*command, "--help").stdout
+
+
+def test_version_is_the_packages(sennit):
+    assert sennit("--version").stdout == f"sennit {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "12@x"),
+        ("plan", "1@1", "--heads", "32"),
+        ("plan", "1@1", "--heads", "9/2"),
+        ("plan", "1@1", "--backend", "nobody"),
+        ("check", "--device", "cuda:99"),
+        ("check", "--only", "nothing/*"),
+        ("bench", "plan", "1@"),
+        ("generate", "hi", "--model", "/nowhere/at/all"),
+    ],
+    ids=" ".join,
+)
+def test_an_error_of_sennit_is_one_line_with_exit_code_2(sennit, arguments):
+    result = sennit(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_brackets_in_what_a_user_wrote_are_printed_as_they_are(sennit):
+    assert "[red]1@1[/red]" in sennit("plan", "[red]1@1[/red]").stderr
+
+
+def test_an_error_is_red_on_a_terminal(sennit):
+    result = sennit("plan", "12@x", env={"NO_COLOR": "", "FORCE_COLOR": "1", "TERM": "xterm-256color"})
+    assert result.stderr.startswith("\x1b[31merror: ")
+
+
+def test_an_interrupt_is_one_line_with_exit_code_130(sennit, monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Batch, "parse", interrupt)
+    result = sennit("plan", "1@1")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "stopped\n")
+
+
+def test_a_batch_too_large_for_the_memory_is_an_error_and_no_traceback(sennit, monkeypatch):
+    def exhaust(*arguments, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(Batch, "parse", exhaust)
+    result = sennit("plan", "1@1")
+    assert result.exit_code == 2
+    assert "too little memory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("info",),
+        ("plan", "3@5 + 2*1@40"),
+        ("bench", "plan", "1@9", "--repeat", "1"),
+        ("check", "--random", "0", "--only", "lengths/*", "--backend", "reference"),
+    ],
+    ids=" ".join,
+)
+def test_with_json_standard_output_is_json_and_nothing_else(sennit, arguments):
+    result = sennit(*arguments, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)
+
+
+def run_python(code, *, stdin=None):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, input=stdin, timeout=120)
+
+
+def test_the_command_line_loads_no_model_library_compiler_or_backend():
+    code = "import sys, sennit.cli; print([m for m in sys.modules if m.split('.')[0] in ('transformers', 'triton')"
+    code += " or m.startswith(('sennit.hf', 'sennit.backends.', 'sennit.bench.'))])"
+    loaded = eval(run_python(code).stdout)
+    assert set(loaded) <= {"sennit.backends.base", "sennit.backends.registry"}
+
+
+def test_output_survives_a_terminal_without_unicode():
+    code = "import sys; sys.argv = ['sennit', 'plan', '64@64 + 1@99', '--workers', '3']\n"
+    code += "sys.stdout.reconfigure(encoding='ascii'); from sennit.cli import main; main()"
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+    assert '"' in result.stdout.splitlines()[-2]
