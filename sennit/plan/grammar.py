@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sennit.errors import InvalidInput
+from sennit.plan.integers import INT32_MAX
 
 __all__ = ["format_lengths", "parse_lengths"]
 
@@ -22,7 +23,7 @@ def parse_lengths(text: str) -> tuple[list[int], list[int]]:
         ``(q_lens, kv_lens)``, one entry a request.
 
     Raises:
-        InvalidInput: a term is not of that form; it is quoted.
+        InvalidInput: a term is not of that form, or a number is too large; it is quoted.
 
     >>> parse_lengths("5@9 + 2*1@4")
     ([5, 1, 1], [9, 4, 4])
@@ -34,6 +35,8 @@ def parse_lengths(text: str) -> tuple[list[int], list[int]]:
         if match is None:
             raise InvalidInput("batch", expected="terms count*q_len@kv_len", got=repr(term.strip()), hint=EXAMPLE)
         count, q_len, kv_len = int(match[1] or 1), int(match[2]), int(match[3])
+        if max(count, q_len, kv_len) > INT32_MAX:
+            raise InvalidInput("batch", expected=f"numbers of at most {INT32_MAX}", got=repr(term.strip()))
         q_lens += [q_len] * count
         kv_lens += [kv_len] * count
     return q_lens, kv_lens

@@ -141,6 +141,7 @@ CASES = [
     Case("a slot below -1", lambda: csr(slot_mapping=[0, 1, -2]), I, ("slot_mapping", "-1 to skip", "-2")),
     Case("more keys than packed rows", lambda: ragged(kv_lens=[6, 9]), I, ("kv_lens[0]", "at most the 5 rows", "6")),
     Case("text that is no batch", lambda: Batch.parse("3x5", page_size=4), I, ("batch", "count*q_len@kv_len", "3x5")),
+    Case("text of an absurd length", lambda: Batch.parse("1@99999999999999999999", page_size=4), I, ("batch", "at most 2147483647", "1@9999")),
     # Plans
     Case("a batch that is none", lambda: attention().plan([3]), I, ("batch", "a Batch", "list")),
     Case("a negative page id", lambda: attention().plan(csr(kv_indices=[3, -1, 0, 2, 4])), I, ("page table of request 0", "from 0", "-1")),

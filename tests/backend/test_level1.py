@@ -84,6 +84,20 @@ def test_append_writes_only_the_new_slots_and_skips_negative_positions(backend, 
         torch.testing.assert_close(pool, written, equal_nan=True)
 
 
+@pytest.mark.parametrize("kv_lens", [[0, 5], [5, 0], [0], [0, 0]])
+def test_rows_of_requests_without_keys_are_not_stored_wherever_their_table_ends(kv_lens, backend, device):
+    attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
+    pools = nan_pools(SPEC, 3, 4, device)
+    pages = [-(-n // 4) for n in kv_lens]
+    batch = sennit.Batch.csr(
+        qo_indptr=np.arange(len(kv_lens) + 1) * 2, kv_lens=kv_lens,
+        kv_indptr=np.append(0, np.cumsum(pages)), kv_indices=list(range(sum(pages))),
+    )  # fmt: skip
+    attn.append(attn.plan(batch), *new_rows(SPEC, 2 * len(kv_lens), device), pools)
+    stored = sum(min(2, n) for n in kv_lens)
+    assert int((~pools[0].isnan()).sum()) == stored * 2 * 8
+
+
 def test_an_explicit_slot_mapping_decides_where_rows_go(backend, device):
     attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
     k, v = new_rows(SPEC, 3, device)

@@ -67,10 +67,13 @@ def read_keys(
 
 def new_slots(launch: Append, segment: Segment) -> torch.Tensor:
     """Slot ``page * page_size + offset`` of each new token of a segment, int64 ``[q_len]``; -1: not stored."""
-    rows = torch.arange(segment.q_len, device=launch.page_table.device)
     if launch.slots is not None:
         return launch.slots[segment.q_start : segment.q_start + segment.q_len]
-    position = segment.exact_len - segment.q_len + rows
-    entry = segment.kv_start + position.clamp(min=0) // launch.page_size
-    slots = launch.page_table[entry].long() * launch.page_size + position % launch.page_size
+    table = launch.page_table
+    position = segment.exact_len - segment.q_len + torch.arange(segment.q_len, device=table.device)
+    if not len(table):
+        return torch.full_like(position, -1)
+    # A row without a position may belong to a request without entries, at the end of the table.
+    entry = (segment.kv_start + position.clamp(min=0) // launch.page_size).clamp(max=len(table) - 1)
+    slots = table[entry].long() * launch.page_size + position % launch.page_size
     return torch.where(position >= 0, slots, -1)
