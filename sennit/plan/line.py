@@ -212,8 +212,10 @@ def balance(line: Line) -> Int64Array:
     cuts[:, 0], cuts[:, -1] = ends[:-1], ends[1:]
     cuts[:, 1:-1] = line.unit_at(np.minimum(first + _targets(line, total), first + total))
     np.minimum(np.maximum(cuts, cuts[:, :1]), cuts[:, -1:], out=cuts)
-    for row in cuts:
-        if 0 < row[-1] - row[0] < COARSE_UNITS * workers:
+    shares = total[:, 0] / workers
+    for row, share in zip(cuts, shares, strict=True):
+        # Beside a fuller strand nothing is gained by it.
+        if 0 < row[-1] - row[0] < COARSE_UNITS * workers and _fullest(line, row) > max(1.01 * share, *shares):
             row[:] = _polish(line, row)
     return np.minimum(np.maximum(cuts, bounds[:-1, None]), bounds[1:, None]) if together else cuts
 
@@ -231,13 +233,17 @@ def _targets(line: Line, total: FloatArray) -> FloatArray:
     return np.maximum(share * each + (repeated - split), 0.0)
 
 
+def _fullest(line: Line, cuts: Int64Array) -> float:
+    return float(line.times_between(cuts[:-1], cuts[1:]).max())
+
+
 def _polish(line: Line, cuts: Int64Array) -> Int64Array:
     """From the given cuts, and from those at whole heads, move cuts while that helps; the better result."""
     table = _UnitTable(line, int(cuts[0]), int(cuts[-1]))
     cuts = cuts - cuts[0]
     low, high = table.head_begin[cuts], table.head_end[cuts]
     nearer = np.where(cuts - low <= high - cuts, low, high)
-    best = min((table.improve(c) for c in (cuts, nearer)), key=lambda c: float(table.times(c[:-1], c[1:]).max()))
+    best = min((table.improve(c) for c in (cuts, nearer)), key=table.fullest)
     return best + table.first
 
 
@@ -259,6 +265,10 @@ class _UnitTable:
         begin = self.head_begin[end]
         split = np.where((begin == self.head_begin[start]) & (start > begin), 0.0, self.split[end])
         return np.where(start < end, self.time[end] - self.time[start] + self.extra[start] + split, 0.0)
+
+    def fullest(self, cuts: Int64Array) -> float:
+        """Time of the fullest worker."""
+        return float(self.times(cuts[:-1], cuts[1:]).max())
 
     def improve(self, cuts: Int64Array) -> Int64Array:
         """Move every second cut, then the others, to whichever near place makes its fuller neighbour least full."""
