@@ -245,6 +245,11 @@ class KVCache:
         """
         return self._storage.read(self._layer(layer), self._sequences.pages(seq), self._sequences.length(seq))
 
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return self._sequences.pool.num_free
+
     def stats(self) -> CacheStats:
         """How full the cache is."""
         pool, sequences = self._sequences.pool, self._sequences

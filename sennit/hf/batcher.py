@@ -111,7 +111,6 @@ class Batcher:
             max_batch_tokens=max_batch_tokens,
             max_requests=max_requests,
         )
-        self._untold: list[Event] = []  # ends that the next step reports
         self._next_id = 0
         self._closed = False
         self._steps = self._tokens_computed = self._tokens_generated = 0
@@ -170,8 +169,7 @@ class Batcher:
         found = self._queue.find(request)
         if found is None:
             return False
-        self._queue.end(found)
-        self._untold.append(found.end("cancelled"))
+        self._queue.end_early(found, "cancelled")
         return True
 
     def step(self) -> list[Event]:
@@ -181,10 +179,9 @@ class Batcher:
         step can be tried again.
         """
         self._check_open()
-        chunks, ended = self._queue.schedule()
-        self._untold += ended
+        chunks = self._queue.schedule()
         new = self._compute(chunks) if chunks else []
-        events, self._untold = self._untold + new, []
+        events, self._queue.ended = self._queue.ended + new, []
         if not chunks and not events and self.has_work:
             raise SennitError(f"no request can proceed: {self.stats()}; this is a bug in Sennit")
         return events
@@ -192,7 +189,7 @@ class Batcher:
     @property
     def has_work(self) -> bool:
         """Whether a request runs or waits, or an end has not been reported yet."""
-        return bool(len(self._queue) or self._untold)
+        return bool(len(self._queue) or self._queue.ended)
 
     def stats(self) -> BatcherStats:
         """Return counters since the start, and what the batcher holds now."""
@@ -216,7 +213,7 @@ class Batcher:
             self._closed = True
             self._queue.running.clear()
             self._queue.waiting.clear()
-            self._untold.clear()
+            self._queue.ended.clear()
             self._sequences.clear()
 
     def __enter__(self) -> Batcher:

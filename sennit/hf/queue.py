@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from sennit.hf.requests import Event, Request
+from sennit.hf.requests import Event, FinishReason, Request
 from sennit.hf.scheduling import Chunk, cut_to_pages, growing_room, share_budget
 from sennit.hf.sharing import SharedSequences
 
@@ -24,6 +24,7 @@ class RequestQueue:
         self._max_batch_tokens, self._max_requests = max_batch_tokens, max_requests
         self.running: list[Request] = []  # in the order in which they started
         self.waiting: deque[Request] = deque()
+        self.ended: list[Event] = []  # ends without a new token that nobody has been told about
         self.preemptions = self.prompts_chunked = 0
 
     def __len__(self) -> int:
@@ -42,12 +43,16 @@ class RequestQueue:
             self._sequences.retire(request.sequence)
             request.sequence = None
 
-    def schedule(self) -> tuple[list[tuple[Request, int]], list[Event]]:
-        """Return the next step's requests, each with the tokens it computes of them, and the ends for lack of room."""
-        ended: list[Event] = []
-        chunks = dict(self._place_running(ended))
-        chunks |= self._admit(self._max_batch_tokens - sum(chunks.values()), ended)
-        return [(r, chunks[r.running]) for r in self.running if r.running in chunks], ended
+    def end_early(self, request: Request, reason: FinishReason) -> None:
+        """End a request with what it has; the event goes to :attr:`ended`."""
+        self.end(request)
+        self.ended.append(request.end(reason))
+
+    def schedule(self) -> list[tuple[Request, int]]:
+        """Return the next step's requests, each with the number of tokens that it computes; some may end instead."""
+        chunks = dict(self._place_running())
+        chunks |= self._admit(self._max_batch_tokens - sum(chunks.values()))
+        return [(r, chunks[r.running]) for r in self.running if r.running in chunks]
 
     def computed(self, request: Request, tokens: int) -> None:
         """Say that a step has put that many more of a request's tokens into the cache."""
@@ -57,7 +62,7 @@ class RequestQueue:
             request.chunked = True
             self.prompts_chunked += 1
 
-    def _place_running(self, ended: list[Event]) -> list[Chunk]:
+    def _place_running(self) -> list[Chunk]:
         """Chunks of the running requests, after making the room that their decoding needs."""
         room = self._sequences
         while self.running:
@@ -69,34 +74,36 @@ class RequestQueue:
             if len(self.running) > 1:
                 self._put_back(self.running[-1])
             else:
-                ended.append(self._give_up(self.running[0]))
+                self.end_early(self.running[0], "capacity")
         return []
 
-    def _admit(self, max_tokens: int, ended: list[Event]) -> list[Chunk]:
+    def _admit(self, max_tokens: int) -> list[Chunk]:
         """Start waiting requests while there is room for all that they need; return their chunks."""
         chunks: list[Chunk] = []
         held_back: list[Request] = []
-        while self.waiting and max_tokens > 0 and len(self.running) < self._max_requests:
-            request = self.waiting[0]
-            if len(request.tokens) > self._capacity:
-                ended.append(self._give_up(request))
-                continue
-            started = self._sequences.start(request.tokens)
-            if started is None:  # a page or more of its prefix is being computed right now
-                held_back.append(self.waiting.popleft())
-                if len(held_back) == self._max_requests:
+        try:
+            while self.waiting and max_tokens > 0 and len(self.running) < self._max_requests:
+                request = self.waiting[0]
+                if len(request.tokens) > self._capacity:
+                    self.end_early(request, "capacity")
+                    continue
+                started = self._sequences.start(request.tokens)
+                if started is None:  # a page or more of its prefix is being computed right now
+                    held_back.append(self.waiting.popleft())
+                    if len(held_back) == self._max_requests:
+                        break
+                    continue
+                sequence, shared = started
+                new = (sequence, len(request.tokens) - shared)
+                # All known tokens of everybody must fit, so that a prompt which has been started is also finished.
+                if not self._sequences.make_room([*self._pending(), new], spare=growing_room(len(self.running))):
+                    self._sequences.drop(sequence)
                     break
-                continue
-            sequence, shared = started
-            new = (sequence, len(request.tokens) - shared)
-            # All known tokens of everybody must fit, so that a prompt which has been started is also finished.
-            if not self._sequences.make_room([*self._pending(), new], spare=growing_room(len(self.running))):
-                self._sequences.drop(sequence)
-                break
-            self._start(self.waiting.popleft(), sequence, shared)
-            chunks.append((sequence, min(new[1], max_tokens)))
-            max_tokens -= chunks[-1][1]
-        self.waiting.extendleft(reversed(held_back))
+                self._start(self.waiting.popleft(), sequence, shared)
+                chunks.append((sequence, min(new[1], max_tokens)))
+                max_tokens -= chunks[-1][1]
+        finally:
+            self.waiting.extendleft(reversed(held_back))
         return chunks
 
     def _pending(self) -> list[Chunk]:
@@ -113,8 +120,3 @@ class RequestQueue:
         self.running.remove(request)
         self.waiting.appendleft(request)
         self.preemptions += 1
-
-    def _give_up(self, request: Request) -> Event:
-        """End a request that the whole cache cannot hold, with what it has."""
-        self.end(request)
-        return request.end("capacity")

@@ -29,7 +29,7 @@ class SharedSequences:
     @property
     def free_pages(self) -> int:
         """Pages that nobody holds."""
-        return self._cache.stats().free_pages
+        return self._cache.free_pages
 
     @property
     def num_retained(self) -> int:

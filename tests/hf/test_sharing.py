@@ -116,6 +116,6 @@ def test_a_request_that_has_outgrown_the_cache_while_it_waited_ends(cache: KVCac
     queue = RequestQueue(shared(cache), capacity=64, max_batch_tokens=8, max_requests=4)
     for length in (65, 64):
         queue.waiting.append(Request(length, [1] * length, 5, frozenset(), False, TextStream(None)))
-    chunks, ended = queue.schedule()
-    assert [(e.request, e.finish_reason) for e in ended] == [(65, "capacity")]
+    chunks = queue.schedule()
+    assert [(e.request, e.finish_reason) for e in queue.ended] == [(65, "capacity")]
     assert [(r.id, n) for r, n in chunks] == [(64, 8)]
