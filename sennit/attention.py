@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
+import numpy as np
 import torch
 
 from sennit import ops
@@ -14,9 +16,9 @@ from sennit.device import resolve_device
 from sennit.errors import InvalidInput, PlanMismatch, UnsupportedFeature
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
-from sennit.plan.integers import host_integers
+from sennit.plan.integers import INT32_MAX, host_integers
 from sennit.plan.plan import Plan, make_plan, plan_features
-from sennit.pools import KVLayout, split_pools
+from sennit.pools import KVLayout, nhd_views, split_pools
 from sennit.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -75,8 +77,7 @@ class BatchAttention:
     ) -> None:
         if not isinstance(spec, AttentionSpec):
             raise InvalidInput("spec", expected="an AttentionSpec", got=type(spec).__name__)
-        if page_size is not None and (not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1):
-            raise InvalidInput("page_size", expected="a positive integer, or None for packed keys", got=repr(page_size))
+        page_size = _positive("page_size", page_size, "or None for packed keys")
         if kv_layout not in ("NHD", "HND"):
             raise InvalidInput("kv_layout", expected='"NHD" or "HND"', got=repr(kv_layout))
         self.spec = spec
@@ -137,10 +138,9 @@ class BatchAttention:
             raise InvalidInput(
                 "batch", expected="packed keys (Batch.ragged)", got="pages", hint="give page_size= to BatchAttention"
             )
-        if split_size is not None and (
-            not isinstance(split_size, int) or isinstance(split_size, bool) or split_size < 1
-        ):
-            raise InvalidInput("split_size", expected="a positive number of keys, or None", got=repr(split_size))
+        split_size = _positive("split_size", split_size, "or None")
+        if into is not None and not isinstance(into, PlanBuffers):
+            raise InvalidInput("into", expected="buffers from BatchAttention.buffers", got=type(into).__name__)
         for name, tensor in (
             ("page table", batch.pages.entries if batch.pages else None),
             ("kv_lens_device", batch.kv_lens_device),
@@ -166,7 +166,7 @@ class BatchAttention:
             split_size=split_size,
             into=into,
         )
-        ops.register(plan.key, ops.Operator(self.spec, page_size, self.kv_layout, backend, plan.config))
+        self._register(plan)
         return plan
 
     def buffers(self, *, max_requests: int, max_tokens: int, max_pages: int) -> PlanBuffers:
@@ -212,7 +212,8 @@ class BatchAttention:
             raise PlanMismatch("plan", expected="a plan over pages", got="one over packed keys, which has no pages")
         spec = self.spec
         if spec.latent and v is not None:
-            raise InvalidInput("v", expected="None: V is a prefix of K", got=f"a tensor of shape {tuple(v.shape)}")
+            got = f"a tensor of shape {tuple(v.shape)}" if isinstance(v, torch.Tensor) else type(v).__name__
+            raise InvalidInput("v", expected="None: V is a prefix of K", got=got)
         self._check_rows(
             "k", k, (spec.head_dim_qk,) if spec.latent else (spec.num_kv_heads, spec.head_dim_qk), spec.kv_dtype
         )
@@ -265,9 +266,11 @@ class BatchAttention:
             q: ``[rows, num_qo_heads, head_dim_qk]`` of the spec's dtype; rows that no request covers are ignored.
             kv: for pages ``(k_pages, v_pages)`` or one interleaved ``[pages, 2, ...]`` tensor, any strides with a
                 contiguous last dimension; for packed keys ``(k, v)`` with ``[key rows, num_kv_heads, dim]``; where the
-                spec is latent one tensor ``[pages, page_size, head_dim_qk]`` or ``[key rows, head_dim_qk]``.
+                spec is latent one tensor ``[pages, page_size, head_dim_qk]`` or ``[key rows, head_dim_qk]``. What a
+                request owns must be finite; slots that nobody owns may hold anything.
             sm_scale: factor of the logits; there is no default, see the error.
-            out: ``[rows, num_qo_heads, head_dim_vo]``, written where requests have rows and untouched elsewhere.
+            out: ``[rows, num_qo_heads, head_dim_vo]``, written where requests have rows and untouched elsewhere; it
+                shares no memory with q.
             lse: float32 ``[rows, num_qo_heads]``, likewise.
             return_lse: return the LSE too: natural log, ``-inf`` where a row sees no key.
             sinks, alibi_slopes, captures, k_scale, v_scale: for specs that have them; none in this release.
@@ -310,15 +313,23 @@ class BatchAttention:
             source: page ids, host integers.
             target: as many page ids, none of them twice or among the sources.
             kv_pages: see :meth:`run`.
+
+        Raises:
+            InvalidInput: page ids are out of range, or not as said.
+            PlanMismatch: the pools have another page size or head count.
         """
         pair = [host_integers(name, ids) for name, ids in (("source", source), ("target", target))]
         if len(pair[0]) != len(pair[1]):
             raise InvalidInput("target", expected=f"{len(pair[0])} page ids, as source has", got=len(pair[1]))
         pools = self._pools("kv_pages", kv_pages, paged=True)
+        nhd_views(*pools, self.spec, self.kv_layout, self.page_size)
         num_pages = pools[0].shape[0]
         for name, ids in zip(("source", "target"), pair, strict=True):
             if ids.size and not (ids.min() >= 0 and ids.max() < num_pages):
                 raise InvalidInput(name, expected=f"page ids from 0 to {num_pages - 1}", got=ids.tolist())
+        clash = np.isin(pair[1], pair[0])
+        if clash.any() or len(np.unique(pair[1])) < len(pair[1]):
+            raise InvalidInput("target", expected="different pages, none of them a source", got=pair[1].tolist())
         if not len(pair[0]):
             return
         ids_on_device = [torch.from_numpy(ids.astype("int64")).to(self.device) for ids in pair]
@@ -329,25 +340,26 @@ class BatchAttention:
 
     def warmup(self) -> None:
         """Compile and load, now rather than in the first step, everything that plans with this spec may run."""
+        spec, heads = self.spec, () if self.spec.latent else (self.spec.num_kv_heads,)
         if self.page_size is None:
-            batch, rows = Batch.ragged(qo_indptr=[0, 1, 8], kv_indptr=[0, 40, 47]), 47
-            shape: tuple[int, ...] = (rows,)
+            batch = Batch.ragged(qo_indptr=[0, 1, 8], kv_indptr=[0, 40, 47])
+            shape: tuple[int, ...] = (47, *heads)
         else:
             batch = Batch.parse("1@40 + 7@7", page_size=self.page_size)
-            pages = batch.pages.entries.shape[0] if batch.pages else 0
-            heads = () if self.spec.latent else (self.spec.num_kv_heads,)
-            shape = (pages, *heads, self.page_size) if self.kv_layout == "HND" else (pages, self.page_size, *heads)
-        if self.page_size is None and not self.spec.latent:
-            shape = (*shape, self.spec.num_kv_heads)
+            pages = int(batch.pages_needed(self.page_size).sum())
+            hnd = self.kv_layout == "HND"
+            shape = (pages, *heads, self.page_size) if hnd else (pages, self.page_size, *heads)
 
-        def zeros(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+        def zeros(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
             return torch.zeros(sizes, dtype=dtype, device=self.device)
 
-        spec = self.spec
-        k = zeros(*shape, spec.head_dim_qk, dtype=spec.kv_dtype)
-        kv = k if spec.latent else (k, zeros(*shape, spec.head_dim_vo, dtype=spec.kv_dtype))
+        k = zeros(spec.kv_dtype, *shape, spec.head_dim_qk)
+        kv = k if spec.latent else (k, zeros(spec.kv_dtype, *shape, spec.head_dim_vo))
         plan = self.plan(batch)
-        self.run(plan, zeros(8, spec.num_qo_heads, spec.head_dim_qk, dtype=spec.dtype), kv, sm_scale=1.0)
+        if self.page_size is not None:
+            new_v = None if spec.latent else zeros(spec.kv_dtype, 8, *heads, spec.head_dim_vo)
+            self.append(plan, zeros(spec.kv_dtype, 8, *heads, spec.head_dim_qk), new_v, kv)
+        self.run(plan, zeros(spec.dtype, 8, spec.num_qo_heads, spec.head_dim_qk), kv, sm_scale=1.0)
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
@@ -355,6 +367,12 @@ class BatchAttention:
         expected = self._owner if plan.page_size is not None else f"{self.spec.key}/packed/{self.device}"
         if plan.owner != expected:
             raise PlanMismatch("plan", expected=f"one made for {expected}", got=plan.owner)
+        if not torch.compiler.is_compiling() and not ops.registered(plan.key):  # it was planned in another process
+            self._register(plan)
+
+    def _register(self, plan: Plan) -> None:
+        operator = ops.Operator(self.spec, plan.page_size, self.kv_layout, plan.backend, plan.config)
+        ops.register(plan.key, operator)
 
     def _check_scale(self, sm_scale: float | None) -> float:
         if sm_scale is None:
@@ -365,7 +383,10 @@ class BatchAttention:
                 hint=f"usually head_dim ** -0.5, here {self.spec.head_dim_qk**-0.5:.6g}, but with MLA's absorbed "
                 "weights it is (qk_nope_head_dim + qk_rope_head_dim) ** -0.5; transformers keeps it in module.scaling",
             )
-        if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)) or not math.isfinite(sm_scale):
+        if isinstance(sm_scale, (np.integer, np.floating)):
+            sm_scale = sm_scale.item()
+        largest = sys.float_info.max
+        if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)) or not -largest <= sm_scale <= largest:
             raise InvalidInput("sm_scale", expected="a finite number", got=repr(sm_scale))
         return float(sm_scale)
 
@@ -398,6 +419,8 @@ class BatchAttention:
         self._check_device(name, tensor)
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.layout != torch.strided:
+            raise InvalidInput(name, expected="a dense tensor", got=f"layout {tensor.layout}")
         if tensor.device != self.device:
             raise InvalidInput(name, expected=f"a tensor on {self.device}", got=f"one on {tensor.device}")
         if tensor.requires_grad:
@@ -405,3 +428,12 @@ class BatchAttention:
                 name, expected="a tensor without gradients", got="one with requires_grad=True",
                 hint="Sennit is for inference: run the model under torch.inference_mode() or torch.no_grad()",
             )  # fmt: skip
+
+
+def _positive(name: str, value: object, otherwise: str) -> int | None:
+    """A positive integer, NumPy's included, that fits 32 bits; or None."""
+    if value is None:
+        return None
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 1 <= value <= INT32_MAX:
+        raise InvalidInput(name, expected=f"a positive integer up to {INT32_MAX}, {otherwise}", got=repr(value))
+    return int(value)

@@ -10,23 +10,31 @@ __all__ = ["resolve_device"]
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """The device that is meant, with an index where it is a GPU.
+    """The device that is meant, with an index where it is a GPU; the CPU has none, as its tensors have none.
 
     Raises:
-        InvalidInput: it does not exist, or not on this machine.
+        InvalidInput: it is neither the CPU nor a CUDA device, or it is not on this machine.
+
+    >>> resolve_device("cpu:0")
+    device(type='cpu')
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidInput(
-            "device", expected="a torch device", got=repr(device), hint=str(error).split("\n")[0]
+            "device", expected='a torch device, "cpu" or "cuda"', got=repr(device), hint=str(error).split("\n")[0]
         ) from None
+    if isinstance(device, bool) or resolved.type not in ("cpu", "cuda"):
+        raise InvalidInput("device", expected='"cpu" or "cuda"', got=repr(device), hint="Sennit runs on no other")
     if resolved.type == "cuda":
         count = torch.cuda.device_count()
         if (resolved.index or 0) >= count:
             raise InvalidInput("device", expected=f"one of the {count} CUDA devices of this machine", got=str(device))
         if resolved.index is None:
             return torch.device("cuda", torch.cuda.current_device())
-    return resolved
+        return resolved
+    if resolved.index:
+        raise InvalidInput("device", expected='"cpu", of which there is one', got=repr(str(device)))
+    return torch.device("cpu")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 __all__ = [
     "BackendUnavailable",
     "CacheCorrupt",
@@ -23,7 +26,10 @@ __all__ = [
 
 
 class SennitError(Exception):
-    """Base class of every error that Sennit raises on purpose."""
+    """Base class of every error that Sennit raises on purpose; all can be pickled and copied.
+
+    Python rebuilds an exception by calling its class with its text, so classes with another signature say how.
+    """
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -36,6 +42,7 @@ class InvalidInput(SennitError, ValueError):
         argument: name of the argument, as the caller wrote it.
         expected: what it should have been.
         got: what it was.
+        hint: what to do, or empty.
 
     >>> raise InvalidInput("page_size", expected="a positive integer", got=0, hint="use 16")
     Traceback (most recent call last):
@@ -44,8 +51,12 @@ class InvalidInput(SennitError, ValueError):
     """
 
     def __init__(self, argument: str, *, expected: str, got: object, hint: str = "") -> None:
-        self.argument, self.expected, self.got = argument, expected, got
+        self.argument, self.expected, self.got, self.hint = argument, expected, got, hint
         super().__init__(f"{argument}: expected {expected}, got {got}" + (f"; {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(type(self), self.argument, expected=self.expected, got=self.got, hint=self.hint)
+        return make, (), self.__dict__
 
 
 class PlanMismatch(InvalidInput):
@@ -57,11 +68,15 @@ class UnsupportedFeature(SennitError, NotImplementedError):
 
     Attributes:
         feature: its name, as the caller wrote it (``"window_left"``, ``"tree"``).
+        reason: why not.
     """
 
     def __init__(self, feature: str, reason: str) -> None:
-        self.feature = feature
+        self.feature, self.reason = feature, reason
         super().__init__(f"{feature}: {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.feature, self.reason), self.__dict__
 
 
 class BackendUnavailable(SennitError, RuntimeError):
@@ -88,6 +103,10 @@ class OutOfPages(SennitError, MemoryError):
     def __init__(self, message: str, *, needed: int, free: int, total: int) -> None:
         self.needed, self.free, self.total = needed, free, total
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(type(self), str(self), needed=self.needed, free=self.free, total=self.total)
+        return make, (), self.__dict__
 
 
 class UnknownSequence(SennitError, KeyError):

@@ -11,7 +11,7 @@ import torch
 from sennit.attention import BatchAttention
 from sennit.cache.demand import is_integer
 from sennit.cache.invariants import check_sequences
-from sennit.cache.layout import StorageLayout, count_pages, read_layers
+from sennit.cache.layout import StorageLayout, count_pages, read_layers, read_page_size, refuse_size
 from sennit.cache.pages import PagePool
 from sennit.cache.report import CacheMemory, CacheStats
 from sennit.cache.sequences import Sequences
@@ -49,11 +49,15 @@ class KVCache:
         device: where they are.
 
     Raises:
-        InvalidInput: an argument is out of range, or ``memory`` is too little for one page.
+        InvalidInput: an argument is out of range, ``memory`` is too little for one page, or there is no memory for
+            the size asked for.
         UnsupportedFeature: layers that store different things, or a spec that no backend can compute.
 
-    Every operation either does all that it says or raises and leaves lengths, pages and content as they were. One
-    thread uses a cache at a time, and one step of it is open at a time.
+    Every operation either does all that it says or raises one of Sennit's errors and leaves lengths, pages and content
+    as they were. A step does so whatever is raised, ``KeyboardInterrupt`` included. An interrupt in the middle of
+    ``add``, ``fork``, ``trim`` or ``remove`` may leave it half done: :meth:`check` tells, and :meth:`clear` makes the
+    cache as good as new; one in the middle of ``clear`` itself calls for another. One thread uses a cache at a time,
+    and one step of it is open at a time.
 
     >>> spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     >>> cache = KVCache([spec] * 2, num_tokens=1024, page_size=16, device="cpu")
@@ -84,11 +88,10 @@ class KVCache:
     ) -> None:
         _refuse_later_features(layers=layers, kv_owner=kv_owner)
         self.specs = read_layers(specs)
-        if not is_integer(page_size) or page_size < 1:
-            raise InvalidInput("page_size", expected="a positive integer", got=repr(page_size))
-        self.page_size = int(page_size)
+        self.page_size = read_page_size(page_size)
         self.device = resolve_device(device)
-        self.kv_layout: KVLayout = kv_layout or ("HND" if self.device.type == "cpu" else "NHD")
+        default: KVLayout = "HND" if self.device.type == "cpu" else "NHD"
+        self.kv_layout: KVLayout = default if kv_layout is None else kv_layout
         attentions = {
             spec: BatchAttention(
                 spec, page_size=self.page_size, kv_layout=self.kv_layout, device=self.device, backend=backend
@@ -97,8 +100,12 @@ class KVCache:
         }
         layout = StorageLayout(self.specs[0], len(self.specs), self.page_size, self.kv_layout)
         self.num_pages = count_pages(memory, num_tokens, layout, self.device)
-        self._sequences = Sequences(PagePool(self.num_pages), self.page_size)
-        self._storage = KVStorage(layout, self.num_pages, self.device)
+        try:  # the storage first: too much is refused before the host's lists of that many pages are written
+            self._storage = KVStorage(layout, self.num_pages, self.device)
+            self._sequences = Sequences(PagePool(self.num_pages), self.page_size)
+        except MemoryError as error:
+            argument = "memory" if num_tokens is None else "num_tokens"
+            raise refuse_size(argument, layout, self.num_pages, self.device) from error
         self._mirror = TableMirror(self.device)
         layer_attentions = tuple(attentions[spec] for spec in self.specs)
         self._group = LayerGroup(layer_attentions, self._sequences, self._storage, self._mirror)
@@ -199,12 +206,19 @@ class KVCache:
 
         Raises:
             StepOpen: a step is open.
+            InvalidInput: ``append`` is not a boolean, or ``into`` is not graph buffers.
             UnknownSequence: on entering, an id that is not in the cache.
             InvalidInput: on entering, an id twice, or a count that is not a non-negative integer.
             OutOfPages: on entering, too few pages are free; nothing has changed.
             UnsupportedFeature: on entering, no backend accepts the plan.
         """
         self._sequences.require_no_step("step")
+        if not isinstance(append, (bool, np.bool_)):
+            raise InvalidInput("append", expected="a boolean", got=repr(append))
+        if into is not None and not isinstance(into, PlanBuffers):
+            raise InvalidInput(
+                "into", expected="graph buffers", got=type(into).__name__, hint="see BatchAttention.buffers"
+            )
         if into is not None and len(set(self.specs)) > 1:
             raise UnsupportedFeature(
                 "into", "buffers hold one plan, and the layers of this cache need one for each spec"

@@ -19,7 +19,7 @@ from sennit.plan.tensors import Header, PlanArrays
 from sennit.pools import KVLayout, nhd_views
 from sennit.spec import AttentionSpec
 
-__all__ = ["Operator", "register"]
+__all__ = ["Operator", "register", "registered"]
 
 _LIBRARY = torch.library.Library("sennit", "DEF")
 
@@ -54,6 +54,11 @@ def register(key: str, operator: Operator) -> None:
     _OPERATORS.setdefault(key, operator)
 
 
+def registered(key: str) -> bool:
+    """Whether ``key`` is known in this process."""
+    return key in _OPERATORS
+
+
 def _attend(
     key: str,
     q: torch.Tensor,
@@ -70,32 +75,35 @@ def _attend(
     fresh: bool,
 ) -> None:
     """Attention of a step. ``fresh``: ``out`` is new memory, in which rows that no request covers become zero."""
-    operator = _OPERATORS[key]
+    operator = _operator(key)
     arrays = _read(plan_host, stamp)
     k, v = nhd_views(k, v, operator.spec, operator.kv_layout, operator.page_size)
     _check_rows("q", q, arrays)
     _check_pages(k, arrays, operator)
     if env.debug():
         _check_device_data(arrays, page_table, kv_lens, k.shape[0], operator)
+    for name, tensor in (("out", out), ("lse", lse)):
+        if tensor is not None and not fresh:
+            _check_written(name, tensor, {"q": q})
     if fresh and arrays[Header.NUM_TOKENS] < q.shape[0]:
         out.zero_()
-    registry.load(operator.backend).attend(
-        Attend(
-            spec=operator.spec,
-            config=operator.config,
-            page_size=operator.page_size,
-            arrays=arrays,
-            plan=plan_device,
-            page_table=page_table,
-            kv_lens=kv_lens,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            lse=lse,
-            sm_scale=sm_scale,
-        )
+    launch = Attend(
+        spec=operator.spec,
+        config=operator.config,
+        page_size=operator.page_size,
+        arrays=arrays,
+        plan=plan_device,
+        page_table=page_table,
+        kv_lens=kv_lens,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        sm_scale=sm_scale,
     )
+    with torch.autocast(q.device.type, enabled=False):
+        registry.load(operator.backend).attend(launch)
 
 
 def _append(
@@ -112,7 +120,7 @@ def _append(
     slots: torch.Tensor | None,
 ) -> None:
     """New keys and values into the slots of their pages."""
-    operator = _OPERATORS[key]
+    operator = _operator(key)
     assert operator.page_size is not None
     arrays = _read(plan_host, stamp)
     k_view, v_view = nhd_views(k_pages, v_pages, operator.spec, operator.kv_layout, operator.page_size)
@@ -120,6 +128,11 @@ def _append(
     _check_pages(k_view, arrays, operator, Header.LARGEST_SLOT_PAGE if slots is not None else Header.LARGEST_PAGE)
     if env.debug():
         _check_device_data(arrays, page_table, kv_lens, k_view.shape[0], operator)
+    _check_written("kv_pages: k", k_pages, {"k": k, "v": v})
+    if v_pages is not None:
+        _check_written("kv_pages: v", v_pages, {"k": k, "v": v})
+        if k_pages.numel() and k_pages.data_ptr() == v_pages.data_ptr():
+            raise InvalidInput("kv_pages: v", expected="memory of its own", got="the memory of the keys")
     registry.load(operator.backend).append(
         Append(
             spec=operator.spec,
@@ -138,11 +151,49 @@ def _append(
 
 
 def _copy_pages(backend: str, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    _check_written("kv_pages", pages, {})
     registry.load(backend).copy_pages(pages, source, target)
 
 
 def _merge_states(backend: str, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return registry.load(backend).merge(outs, lses)
+    with torch.autocast(outs.device.type, enabled=False):
+        return registry.load(backend).merge(outs, lses)
+
+
+def _operator(key: str) -> Operator:
+    if key not in _OPERATORS:
+        raise InvalidInput(
+            "key", expected="one that a BatchAttention of this process has registered", got=repr(key),
+            hint="run the plan through an equal BatchAttention first",
+        )  # fmt: skip
+    return _OPERATORS[key]
+
+
+def _check_written(name: str, tensor: torch.Tensor, read: dict[str, torch.Tensor | None]) -> None:
+    """Refuse memory that several elements share, that is read meanwhile, or that PyTorch will not let us write."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidInput(
+            name, expected="memory of its own for every element", got=f"strides {tensor.stride()}", hint="call .clone()"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidInput(
+            name, expected="an ordinary tensor", got="one made in torch.inference_mode()",
+            hint="write to it in inference mode too, or make it outside",
+        )  # fmt: skip
+    for other, source in read.items():
+        if source is not None and _overlap(tensor, source):
+            raise InvalidInput(name, expected=f"memory that {other} does not have", got=f"memory of {other}")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the stretches of memory from first to last element of two tensors meet."""
+    if not a.numel() or not b.numel() or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (first, last), (start, end) = (
+        (t.data_ptr(), t.data_ptr() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) * t.itemsize)
+        for t in (a, b)
+    )
+    return first <= end and start <= last
 
 
 def _read(plan_host: torch.Tensor, stamp: torch.Tensor) -> PlanArrays:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from sennit.errors import InvalidInput
 
-__all__ = ["AttentionSpec"]
+__all__ = ["QUERY_DTYPES", "AttentionSpec", "checked_integer"]
 
+INTEGER_MAX = 2**31 - 1  # kernels count heads, dimensions and positions in 32 bits
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -23,7 +27,7 @@ class AttentionSpec:
     Args:
         num_qo_heads: query (and output) heads.
         num_kv_heads: key/value heads; divides ``num_qo_heads`` (equal: MHA, 1: MQA, otherwise GQA).
-        head_dim: dimension of queries, keys, values and outputs; or give the next two.
+        head_dim: dimension of queries, keys, values and outputs; or give the next two. Reads as None where they differ.
         head_dim_qk: dimension of queries and keys.
         head_dim_vo: dimension of values and outputs.
         dtype: of queries and outputs: bfloat16, float16, float32 or float64.
@@ -40,18 +44,20 @@ class AttentionSpec:
         mask_mod: ``f(b, h, q_idx, kv_idx) -> bool``, FlexAttention's signature.
 
     Raises:
-        InvalidInput: a number is out of range, or dtypes are not floating.
+        InvalidInput: a field has a wrong type or is out of range, or dtypes are not floating.
 
     >>> gqa = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     >>> gqa.group_size, gqa.head_dim_qk, gqa.kv_dtype
     (4, 128, torch.bfloat16)
     >>> gqa.replace(num_kv_heads=32).group_size
     1
+    >>> gqa.replace(dtype=torch.float16).kv_dtype
+    torch.float16
     """
 
     num_qo_heads: int
     num_kv_heads: int
-    head_dim: InitVar[int | None] = None
+    head_dim: int | None = field(default=None, repr=False, compare=False)  # follows from the next two
     head_dim_qk: int = 0
     head_dim_vo: int = 0
     dtype: torch.dtype
@@ -66,21 +72,16 @@ class AttentionSpec:
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
 
-    def __post_init__(self, head_dim: int | None) -> None:
+    def __post_init__(self) -> None:
         def fill(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        if head_dim is not None:
-            if self.head_dim_qk or self.head_dim_vo:
-                raise InvalidInput(
-                    "head_dim",
-                    expected="either head_dim, or head_dim_qk and head_dim_vo",
-                    got=f"head_dim={head_dim}, head_dim_qk={self.head_dim_qk}, head_dim_vo={self.head_dim_vo}",
-                )
-            fill("head_dim_qk", head_dim)
-            fill("head_dim_vo", head_dim)
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"):
-            _check_int(name, getattr(self, name), minimum=1)
+        for name, value in zip(("head_dim", "head_dim_qk", "head_dim_vo"), self._checked_dims(), strict=True):
+            fill(name, value)
+        for name in ("num_qo_heads", "num_kv_heads"):
+            fill(name, checked_integer(name, getattr(self, name), minimum=1))
+        for name in ("latent", "learned_sinks", "alibi"):
+            fill(name, _checked_flag(name, getattr(self, name)))
         if self.num_qo_heads % self.num_kv_heads:
             raise InvalidInput(
                 "num_kv_heads",
@@ -91,9 +92,10 @@ class AttentionSpec:
         if self.kv_dtype is None:
             fill("kv_dtype", self.dtype)
         for name in ("dtype", "kv_dtype"):
-            if getattr(self, name) not in QUERY_DTYPES:
+            dtype = getattr(self, name)
+            if not isinstance(dtype, torch.dtype) or dtype not in QUERY_DTYPES:
                 names = ", ".join(str(d).removeprefix("torch.") for d in QUERY_DTYPES)
-                raise InvalidInput(name, expected=f"one of {names}", got=getattr(self, name))
+                raise InvalidInput(name, expected=f"one of torch's dtypes {names}", got=repr(dtype))
         if self.latent and (self.num_kv_heads != 1 or self.head_dim_vo > self.head_dim_qk):
             raise InvalidInput(
                 "latent",
@@ -103,8 +105,8 @@ class AttentionSpec:
             )
         for name in ("window_left", "window_right"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), minimum=0, hint="None means no window")
-        _check_int("num_sink_tokens", self.num_sink_tokens, minimum=0)
+                fill(name, checked_integer(name, getattr(self, name), minimum=0, hint="None means no window"))
+        fill("num_sink_tokens", checked_integer("num_sink_tokens", self.num_sink_tokens, minimum=0))
         if self.num_sink_tokens and self.window_left is None:
             raise InvalidInput(
                 "num_sink_tokens",
@@ -112,13 +114,26 @@ class AttentionSpec:
                 got=self.num_sink_tokens,
                 hint="sink tokens are the keys that a window never hides; for learned sinks use learned_sinks=True",
             )
-        if self.logits_soft_cap is not None and not 0 < self.logits_soft_cap < float("inf"):
-            raise InvalidInput(
-                "logits_soft_cap", expected="a positive number", got=self.logits_soft_cap, hint="None means no cap"
-            )
+        if self.logits_soft_cap is not None:
+            fill("logits_soft_cap", _checked_cap(self.logits_soft_cap))
         for name in ("score_mod", "mask_mod"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise InvalidInput(name, expected="a function", got=type(getattr(self, name)).__name__)
+
+    def _checked_dims(self) -> tuple[int | None, int, int]:
+        least = 1 if self.head_dim is None else 0
+        qk = checked_integer("head_dim_qk", self.head_dim_qk, minimum=least, hint="or give head_dim")
+        vo = checked_integer("head_dim_vo", self.head_dim_vo, minimum=least, hint="or give head_dim")
+        if self.head_dim is None:
+            return (qk if qk == vo else None), qk, vo
+        both = checked_integer("head_dim", self.head_dim, minimum=1)
+        if (qk, vo) not in ((0, 0), (both, both)):  # dataclasses.replace gives the same number thrice
+            raise InvalidInput(
+                "head_dim",
+                expected="either head_dim, or head_dim_qk and head_dim_vo",
+                got=f"head_dim={both}, head_dim_qk={qk}, head_dim_vo={vo}",
+            )
+        return both, both, both
 
     @classmethod
     def mla(
@@ -138,25 +153,30 @@ class AttentionSpec:
         >>> AttentionSpec.mla(num_qo_heads=128, kv_lora_rank=512, qk_rope_head_dim=64, dtype=torch.bfloat16).head_dim_qk
         576
         """
-        _check_int("kv_lora_rank", kv_lora_rank, minimum=1)
-        _check_int("qk_rope_head_dim", qk_rope_head_dim, minimum=0)
+        rank = checked_integer("kv_lora_rank", kv_lora_rank, minimum=1)
         return cls(
             num_qo_heads=num_qo_heads,
             num_kv_heads=1,
-            head_dim_qk=kv_lora_rank + qk_rope_head_dim,
-            head_dim_vo=kv_lora_rank,
+            head_dim_qk=rank + checked_integer("qk_rope_head_dim", qk_rope_head_dim, minimum=0),
+            head_dim_vo=rank,
             dtype=dtype,
-            kv_dtype=kv_dtype or dtype,
+            kv_dtype=dtype if kv_dtype is None else kv_dtype,
             latent=True,
         )
 
     def replace(self, **changes: Any) -> AttentionSpec:
-        """Return a copy with some fields changed; ``head_dim=`` sets both dimensions."""
+        """Return a copy with some fields changed.
+
+        ``head_dim=`` sets both dimensions; ``dtype=`` sets ``kv_dtype`` too where the two were equal.
+        """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if "head_dim" in changes:
-            fields["head_dim_qk"] = fields["head_dim_vo"] = changes.pop("head_dim")
         if unknown := changes.keys() - fields.keys():
             raise InvalidInput("replace", expected=f"fields among {', '.join(fields)}", got=", ".join(sorted(unknown)))
+        fields["head_dim"] = None
+        if changes.get("head_dim") is not None:
+            fields |= {"head_dim_qk": 0, "head_dim_vo": 0}
+        if self.kv_dtype == self.dtype:
+            fields["kv_dtype"] = None
         return AttentionSpec(**(fields | changes))
 
     @property
@@ -194,6 +214,33 @@ class AttentionSpec:
         return int(self.num_kv_heads * columns * self.kv_dtype.itemsize)
 
 
-def _check_int(name: str, value: object, *, minimum: int, hint: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise InvalidInput(name, expected=f"an integer of at least {minimum}", got=repr(value), hint=hint)
+def checked_integer(name: str, value: object, *, minimum: int, hint: str = "") -> int:
+    """``value`` as an int, if it is an integer (NumPy's too) from ``minimum`` to what fits 32 bits.
+
+    Raises:
+        InvalidInput: it is not.
+
+    >>> checked_integer("page_size", np.int64(16), minimum=1)
+    16
+    """
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not minimum <= value <= INTEGER_MAX:
+        raise InvalidInput(
+            name, expected=f"an integer of at least {minimum} and at most {INTEGER_MAX}", got=repr(value), hint=hint
+        )
+    return int(value)
+
+
+def _checked_flag(name: str, value: object) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidInput(name, expected="True or False", got=repr(value))
+    return bool(value)
+
+
+def _checked_cap(value: object) -> float:
+    try:
+        cap = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        cap = math.inf
+    if not 0 < cap < math.inf:
+        raise InvalidInput("logits_soft_cap", expected="a positive number", got=repr(value), hint="None means no cap")
+    return cap

@@ -85,15 +85,15 @@ class Step:
         sequences.require_no_step("step")
         try:
             self._used = True
-            reservation = sequences.reserve(self._items, append=self._options.append)
+            reservation = sequences.reserve(self, self._items, append=self._options.append)
             batch = self._make_batch(reservation)
             plans = self._make_plans(batch)
             self._copy_shared_pages(reservation)
             self._open = _Open(reservation, batch, plans, [False] * len(plans))
             return self
         except BaseException:
+            sequences.rollback(self)
             self._open = None
-            sequences.rollback()
             raise
 
     def __exit__(
@@ -103,14 +103,17 @@ class Step:
 
         Raises:
             IncompleteStep: a layer has not attended; the step is rolled back.
+            StepClosed: the step is not open; nothing has changed.
         """
+        if self._open is None:  # nothing may be rolled back here, not even of this step, which may be in `__enter__`
+            raise _closed("leaving the block")
         try:
             if kind is None:
                 self._require_complete()
-                self._group.sequences.commit()
+                self._group.sequences.commit(self)
         finally:
+            self._group.sequences.rollback(self)  # of no effect after a commit
             self._open = self._rows = None
-            self._group.sequences.rollback()  # of no effect after a commit
 
     @property
     def batch(self) -> Batch:
@@ -237,7 +240,7 @@ class Step:
 
     def _require_open(self, what: str) -> _Open:
         if self._open is None:
-            raise StepClosed(f"{what}: the step is not open; use it inside `with cache.step(...) as step:`")
+            raise _closed(what)
         return self._open
 
     def _require_complete(self) -> None:
@@ -264,3 +267,7 @@ class Step:
             rows = upload(np.concatenate([positions, ends[batch.q_lens > 0] - 1]), self._group.storage.buffer.device)
             self._rows = rows[: len(positions)], rows[len(positions) :]
         return self._rows
+
+
+def _closed(what: str) -> StepClosed:
+    return StepClosed(f"{what}: the step is not open; use it inside `with cache.step(...) as step:`")

@@ -67,6 +67,8 @@ def load(name: str) -> Backend:
 
 def candidates(backend: str, device: torch.device) -> tuple[str, ...]:
     """Backends to try, in order, for ``backend=`` on a device."""
+    if not isinstance(backend, str):
+        raise InvalidInput("backend", expected="a name", got=type(backend).__name__)
     if backend != "auto":
         load(backend)
         return (backend,)

@@ -11,13 +11,14 @@ import torch
 from sennit.cache.demand import is_integer
 from sennit.errors import InvalidInput
 
-__all__ = ["byte_budget", "format_bytes", "free_bytes", "parse_bytes"]
+__all__ = ["MAX_BYTES", "byte_budget", "format_bytes", "free_bytes", "parse_bytes"]
 
 UNITS = {
     "b": 1,
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
+MAX_BYTES = 2**63 - 1  # of one allocation
 SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
@@ -25,7 +26,7 @@ def parse_bytes(text: str) -> int:
     """Read a size with its unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024), in any case.
 
     Raises:
-        InvalidInput: no number, or no unit of these.
+        InvalidInput: no number, or no unit of these, or more than any machine has.
 
     >>> parse_bytes("4GiB"), parse_bytes("1.5 mb")
     (4294967296, 1500000)
@@ -34,7 +35,10 @@ def parse_bytes(text: str) -> int:
     unit = UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise InvalidInput("memory", expected="a number and a unit, as '4GiB' or '500MB'", got=repr(text))
-    return int(float(match[1]) * unit)
+    size = float(match[1]) * unit
+    if size > MAX_BYTES:
+        raise _too_much(text)
+    return int(size)
 
 
 def format_bytes(count: int) -> str:
@@ -66,7 +70,8 @@ def byte_budget(memory: object, device: torch.device) -> int:
     """Bytes that ``memory`` stands for: a size as text, bytes as an integer, or a fraction of what is free.
 
     Raises:
-        InvalidInput: text without a known unit, a number that is not positive, or a fraction above 1.
+        InvalidInput: text without a known unit, a number that is not positive or more than any machine has, or a
+            fraction above 1.
 
     >>> byte_budget("64 KiB", torch.device("cpu")), byte_budget(4096, torch.device("cpu"))
     (65536, 4096)
@@ -76,8 +81,16 @@ def byte_budget(memory: object, device: torch.device) -> int:
     if isinstance(memory, float) and 0 < memory <= 1:
         return int(memory * free_bytes(device))
     if is_integer(memory) and memory > 0:
+        if memory > MAX_BYTES:
+            raise _too_much(memory)
         return int(memory)
     raise InvalidInput(
         "memory", expected="a size as '4GiB', a positive number of bytes, or a fraction in (0, 1] of what is free",
         got=repr(memory), hint="1.0 is all that is free, 1 is one byte",
     )  # fmt: skip
+
+
+def _too_much(memory: object) -> InvalidInput:
+    return InvalidInput(
+        "memory", expected=f"at most {format_bytes(MAX_BYTES)}", got=repr(memory), hint="ask for less, as '4GiB'"
+    )

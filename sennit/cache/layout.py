@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from sennit.cache.capacity import byte_budget
+from sennit.cache.capacity import byte_budget, format_bytes
 from sennit.cache.demand import is_integer, pages_for
 from sennit.errors import InvalidInput, UnsupportedFeature
 from sennit.pools import KVLayout
 from sennit.spec import AttentionSpec
 
-__all__ = ["StorageLayout", "aligned", "count_pages", "read_layers"]
+__all__ = ["StorageLayout", "aligned", "count_pages", "read_layers", "read_page_size", "refuse_size"]
 
 STORAGE_FIELDS = ("num_kv_heads", "head_dim_qk", "head_dim_vo", "kv_dtype", "latent", "window_left")
 ALIGNMENT = 256  # bytes; every pool starts at a multiple, which covers what vector and TMA loads ask for
-MAX_PAGES = 2**31 - 1  # page ids are int32
+MAX_PAGES = 2**31 - 1  # page ids are int32 ...
+MAX_PAGE_SIZE = 2**31 - 1  # ... and so are rows in a page
 
 
 def aligned(size: int) -> int:
@@ -57,7 +58,7 @@ class StorageLayout:
 
     def pool_bytes(self, num_pages: int) -> list[int]:
         """Bytes of each pool of a layer."""
-        return [num_pages * int(np.prod(shape)) * self.spec.kv_dtype.itemsize for shape in self.page_shapes]
+        return [num_pages * math.prod(shape) * self.spec.kv_dtype.itemsize for shape in self.page_shapes]
 
     def total_bytes(self, num_pages: int) -> int:
         """Bytes of one allocation for ``num_pages`` pages of all layers, the pools' alignment included."""
@@ -109,11 +110,19 @@ def read_layers(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
     return layers
 
 
+def read_page_size(page_size: object) -> int:
+    """Tokens a page, as a Python integer. Raises :class:`InvalidInput`."""
+    if not is_integer(page_size) or not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise InvalidInput("page_size", expected=f"a positive integer, at most {MAX_PAGE_SIZE}", got=repr(page_size))
+    return int(page_size)
+
+
 def count_pages(memory: object, num_tokens: int | None, layout: StorageLayout, device: torch.device) -> int:
     """Pages of a cache that may take ``memory`` or, instead, has room for ``num_tokens`` tokens.
 
     Raises:
-        InvalidInput: both or none are given, one is out of range, or the memory is too little for one page.
+        InvalidInput: both or none are given, one is out of range, the memory is too little for one page, or they are
+            more pages than there are ids.
     """
     if (memory is None) == (num_tokens is None):
         raise InvalidInput(
@@ -129,5 +138,22 @@ def count_pages(memory: object, num_tokens: int | None, layout: StorageLayout, d
     else:
         raise InvalidInput("num_tokens", expected="a positive integer", got=repr(num_tokens))
     if pages > MAX_PAGES:
-        raise InvalidInput("page_size", expected=f"a size that gives at most {MAX_PAGES} pages", got=f"{pages} pages")
+        raise InvalidInput(
+            "memory" if num_tokens is None else "num_tokens",
+            expected=f"at most {MAX_PAGES} pages",
+            got=f"{memory if num_tokens is None else num_tokens}, which is {pages} pages of {layout.page_size} tokens",
+            hint="ask for less",
+        )
     return pages
+
+
+def refuse_size(argument: str, layout: StorageLayout, num_pages: int, device: torch.device) -> InvalidInput:
+    """The error for a cache of that size, asked for by ``argument``, for which there is no memory."""
+    size = layout.total_bytes(num_pages)
+    return InvalidInput(
+        argument,
+        expected=f"no more than fits into the free memory of {device}",
+        got=f"a cache of {size} bytes ({format_bytes(size)}): {num_pages} pages of {layout.page_size} tokens in "
+        f"{layout.num_layers} layers",
+        hint="ask for less, or free some first",
+    )

@@ -51,7 +51,7 @@ class PagePool:
         self.refs: Int32Array = np.zeros(self.num_pages, np.int32)
         # The free pages are _stack[:num_free], top last. What `alloc` takes stays in place above num_free until a
         # release overwrites it, which is what makes `restore` exact.
-        self._stack: Int32Array = np.arange(self.num_pages, dtype=np.int32)[::-1].copy()
+        self._stack: Int32Array = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
 
     @property
     def free(self) -> Int32Array:

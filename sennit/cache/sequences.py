@@ -35,6 +35,7 @@ class Reservation:
 class OpenStep:
     """What a step leaves and what was there before: absolute values, right to restore from any half-done state."""
 
+    owner: object  # who reserved it, and alone may commit it or roll it back
     slots: Int64Array
     lengths: Int64Array
     lengths_after: Int64Array
@@ -61,9 +62,10 @@ class Sequences:
 
     >>> sequences = Sequences(PagePool(8), page_size=4)
     >>> a = sequences.add()
-    >>> sequences.reserve([(a, 6)]).kv_lens.tolist()
+    >>> owner = object()
+    >>> sequences.reserve(owner, [(a, 6)]).kv_lens.tolist()
     [6]
-    >>> sequences.commit()
+    >>> sequences.commit(owner)
     >>> b = sequences.fork(a, 5)
     >>> sequences.length(b), sequences.pages(b).tolist(), sequences.pages_needed([(a, 1), (b, 1)])
     (5, [0, 1], 1)
@@ -93,8 +95,7 @@ class Sequences:
 
         Raises as :meth:`reserve` does, but for :class:`OutOfPages`.
         """
-        self.require_no_step("pages_needed")
-        return self._demand(items, append=True).total
+        return self._demand("pages_needed", items, append=True).total
 
     def add(self) -> int:
         """Start an empty sequence and return its id. Raises :class:`StepOpen`."""
@@ -117,7 +118,7 @@ class Sequences:
         """Keep the first ``length`` tokens and let go of the pages past them. Raises as :meth:`fork` does."""
         self.require_no_step("trim")
         tokens = self._length_within(seq, length)
-        self.pool.release(self.tables.cut(self.slots[seq], pages=pages_for(tokens, self.page_size), tokens=tokens))
+        self.pool.release(self.tables.cut(self._slot(seq), pages=pages_for(tokens, self.page_size), tokens=tokens))
 
     def remove(self, seq: int) -> None:
         """Forget a sequence and let go of its pages. Raises :class:`StepOpen` and :class:`UnknownSequence`."""
@@ -139,8 +140,11 @@ class Sequences:
         if self.open_step is not None:
             raise StepOpen(f"{operation}: a step of this cache is open; leave its `with` block first")
 
-    def reserve(self, items: Iterable[tuple[int, int]], *, append: bool = True) -> Reservation:
+    def reserve(self, owner: object, items: Iterable[tuple[int, int]], *, append: bool = True) -> Reservation:
         """Take the pages that a step over these ``(sequence, tokens)`` needs, or raise and change nothing.
+
+        Only ``owner``, told apart by identity, can commit the reservation or roll it back. It may do the latter however
+        far this came, as it knows the owner even when an interrupt keeps the result from it.
 
         A sequence about to write into a page that others hold too gets a fresh page in its place; copying the content
         (``copy_src``, ``copy_dst``) is left to the caller. With ``append=False`` nothing is taken and nothing grows.
@@ -151,8 +155,7 @@ class Sequences:
             InvalidInput: an id twice, or a count that is not a non-negative integer.
             OutOfPages: too few pages are free.
         """
-        self.require_no_step("step")
-        demand = self._demand(items, append=append)
+        demand = self._demand("step", items, append=append)
         if demand.total > self.pool.num_free:
             raise self._out_of_pages(demand)
         counts_after = demand.page_counts + demand.growth
@@ -164,6 +167,7 @@ class Sequences:
         src, first = cells[: demand.num_copies], demand.first_changed()
         # From here on `rollback` restores everything, wherever the rest is interrupted.
         self.open_step = OpenStep(
+            owner,
             demand.slots,
             demand.lengths,
             lengths_after,
@@ -181,16 +185,19 @@ class Sequences:
         self.tables.mark_dirty(demand.slots, first, counts_after)
         return Reservation(demand.slots, demand.counts, lengths_after, src, fresh[: demand.num_copies], max_pages)
 
-    def commit(self) -> None:
-        """Keep what was reserved: the sequences now have their new lengths."""
-        if (step := self.open_step) is None:
-            raise StepClosed("commit: nothing is reserved")
+    def commit(self, owner: object) -> None:
+        """Keep what ``owner`` reserved: the sequences now have their new lengths. Raises :class:`StepClosed`."""
+        if (step := self.open_step) is None or step.owner is not owner:
+            raise StepClosed("commit: this step has nothing reserved")
         self.tables.lengths[step.slots] = step.lengths_after
         self.open_step = None
 
-    def rollback(self) -> None:
-        """Put everything back as before ``reserve``, the free list's order included; no effect when nothing is open."""
-        if (step := self.open_step) is None:
+    def rollback(self, owner: object) -> None:
+        """Put everything back as before ``reserve``, the free list's order included.
+
+        Of no effect unless ``owner`` has something reserved: another's reservation stays.
+        """
+        if (step := self.open_step) is None or step.owner is not owner:
             return
         self.tables.pages[step.rows, step.cols] = step.cells
         self.tables.page_counts[step.slots] = step.page_counts
@@ -200,14 +207,24 @@ class Sequences:
         self.open_step = None
 
     def _slot(self, seq: int) -> int:
+        # A dictionary also finds what only equals an id: True, 1.0.
+        slot = self.slots.get(seq) if is_integer(seq) else None
+        if slot is None:
+            raise self._unknown(seq)
+        return slot
+
+    def _slots(self, seqs: list[int]) -> Int64Array:
+        if set(map(type, seqs)) - {int}:  # the rare case; below, look-ups alone are right
+            return np.array([self._slot(seq) for seq in seqs], np.int64)
         try:
-            return self.slots[seq]
-        except (KeyError, TypeError):
-            raise self._unknown(seq) from None
+            return np.array([self.slots[seq] for seq in seqs], np.int64)
+        except KeyError as error:
+            raise self._unknown(error.args[0]) from None
 
     def _unknown(self, seq: object) -> UnknownSequence:
-        removed = isinstance(seq, int) and 0 <= seq < self._next_id
-        reason = "it was removed, and ids are not used again" if removed else "ids come from add() and fork()"
+        reason = "ids are integers that come from add() and fork()"
+        if is_integer(seq) and 0 <= seq < self._next_id:
+            reason = "it was removed, and ids are not used again"
         return UnknownSequence(f"sequence {seq!r} is not in the cache: {reason}")
 
     def _length_within(self, seq: int, length: int) -> int:
@@ -224,12 +241,10 @@ class Sequences:
         self.slots[seq] = slot
         return seq
 
-    def _demand(self, items: Iterable[tuple[int, int]], *, append: bool) -> Demand:
-        ids, counts = read_items(items)
-        try:
-            slots = np.array([self.slots[seq] for seq in ids], np.int64)
-        except KeyError as error:
-            raise self._unknown(error.args[0]) from None
+    def _demand(self, operation: str, items: Iterable[tuple[int, int]], *, append: bool) -> Demand:
+        ids, counts = read_items(items)  # runs code of the caller's, which may change everything read below
+        self.require_no_step(operation)
+        slots = self._slots(ids)
         tables, page_size = self.tables, self.page_size
         lengths, page_counts = tables.lengths[slots], tables.page_counts[slots]
         growth, copied = np.zeros_like(counts), np.empty(0, np.int64)

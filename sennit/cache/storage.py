@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sennit.cache.capacity import MAX_BYTES
 from sennit.cache.layout import StorageLayout, aligned
 from sennit.cache.report import CacheMemory
 from sennit.cache.tables import PageTables
@@ -32,13 +33,16 @@ class KVStorage:
         layout: sizes and layout.
         num_pages: pages of each pool.
         buffer: the allocation, uint8.
+
+    Raises:
+        MemoryError: there is no room for it.
     """
 
     def __init__(self, layout: StorageLayout, num_pages: int, device: torch.device) -> None:
         self.layout = layout
         self.num_pages = num_pages
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
-            self.buffer = torch.empty(layout.total_bytes(num_pages), dtype=torch.uint8, device=device)
+            self.buffer = _allocate(layout.total_bytes(num_pages), device)
             self._pools = self._make_pools()
 
     def _make_pools(self) -> list[Pools]:
@@ -85,6 +89,19 @@ class KVStorage:
             table_bytes=table_bytes,
             total_bytes=self.buffer.numel(),
         )
+
+
+def _allocate(size: int, device: torch.device) -> torch.Tensor:
+    """``size`` bytes, or a MemoryError on whatever device there are none."""
+    if size > MAX_BYTES:
+        raise MemoryError(f"{size} bytes are more than a tensor can have")
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        # Without a type of its own on a CPU; any other failure of a GPU is not about memory.
+        if device.type == "cpu" or isinstance(error, torch.OutOfMemoryError):
+            raise MemoryError(str(error)) from error
+        raise
 
 
 class TableMirror:

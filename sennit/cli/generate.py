@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -100,14 +101,25 @@ def _load(model: str | None, device: str | None, dtype: Dtype) -> tuple[Any, Any
     target = resolve_device(device)
     wanted = None if dtype is Dtype.AUTO else getattr(torch, dtype.value)
     try:
-        with working("Loading transformers ..."):
+        with working("Loading transformers ..."), _no_collection():
             from sennit.hf import loading, smollm2
     except ImportError as error:  # it says what to install
         fail(str(error))
     # Fetching, here or from the hub, draws its own progress.
     source = str(smollm2.ensure()) if model is None else model
-    with working(f"Loading {model or smollm2.NAME} ...", shown=Path(source).expanduser().exists()):
+    shown = Path(source).expanduser().exists()
+    with working(f"Loading {model or smollm2.NAME} ...", shown=shown), _no_collection():
         return loading.load(source, dtype=wanted, device=target)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Importing makes many objects and no garbage: looking for some costs half a second of a start."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _events(loaded: tuple[Any, Any], prompts: list[str], max_new_tokens: int, raw: bool) -> Any:

@@ -13,11 +13,13 @@ import torch
 from sennit.errors import InvalidInput
 from sennit.plan.grammar import format_lengths, parse_lengths
 from sennit.plan.integers import INT32_MAX, IntArray, host_integers, on_device
+from sennit.spec import checked_integer
 
 __all__ = ["Batch", "PageTable"]
 
 Int64Array = npt.NDArray[np.int64]
 
+MAX_PARSED_PAGES = 2**27  # a request of 2**31 - 1 keys in pages of 16; page ids are then half a gigabyte
 LENGTH_HINT = "lengths are host integers: keep a copy on the CPU, or give upper bounds and kv_lens_device"
 
 
@@ -29,10 +31,16 @@ class PageTable:
     starts: Int64Array  # [num_requests]
     widths: Int64Array  # [num_requests]; entries beyond the visible keys are never read
 
+    def __post_init__(self) -> None:
+        # Not the entries: plans on the CPU wrap them in a tensor, and PyTorch warns of read-only memory.
+        _freeze(self, "starts", "widths")
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """A batch of requests; made by :meth:`csr`, :meth:`padded`, :meth:`ragged` or :meth:`parse`.
+
+    Its starts and lengths are read-only, so that a plan goes on saying what it was made for.
 
     Attributes:
         q_starts: int64 ``[num_requests]``, first query row of each request.
@@ -53,6 +61,14 @@ class Batch:
     kv_starts: Int64Array | None = None
     kv_lens_device: torch.Tensor | None = None
     slot_mapping: IntArray | torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.pages is None) == (self.kv_starts is None):
+            raise InvalidInput(
+                "Batch", expected="either pages or kv_starts", got="neither" if self.pages is None else "both",
+                hint="make batches with Batch.csr, Batch.padded, Batch.ragged or Batch.parse, which check them",
+            )  # fmt: skip
+        _freeze(self, "q_starts", "q_lens", "kv_lens", *(() if self.kv_starts is None else ("kv_starts",)))
 
     @classmethod
     def csr(
@@ -165,17 +181,27 @@ class Batch:
         if (lens > widths).any():
             r = int(np.argmax(lens > widths))
             raise InvalidInput(f"kv_lens[{r}]", expected=f"at most the {widths[r]} rows of its request", got=lens[r])
+        if (starts > INT32_MAX - lens).any():
+            r = int(np.argmax(starts > INT32_MAX - lens))
+            raise InvalidInput(f"kv_starts[{r}]", expected=f"at most {INT32_MAX} - {lens[r]} key rows", got=starts[r])
         return cls(q_starts, q_lens, lens, kv_starts=starts)
 
     @classmethod
     def parse(cls, text: str, *, page_size: int) -> Batch:
         """A batch from its text (see :mod:`sennit.plan.grammar`), with consecutive page ids.
 
+        Raises:
+            InvalidInput: the text is none, or names more than 2**24 requests or 2**27 pages; ``page_size`` is not a
+                positive integer.
+
         >>> Batch.parse("2*1@100 + 7@7", page_size=16)
         Batch(2*1@100 + 7@7, 15 page entries)
         """
+        page_size = checked_integer("page_size", page_size, minimum=1)
         q_lens, kv_lens = parse_lengths(text)
         pages = -(-np.asarray(kv_lens, np.int64) // page_size)
+        if pages.sum() > MAX_PARSED_PAGES:
+            raise InvalidInput("batch", expected=f"at most {MAX_PARSED_PAGES} pages in all", got=int(pages.sum()))
         return cls.csr(
             qo_indptr=np.append(0, np.cumsum(q_lens, dtype=np.int64)),
             kv_lens=np.asarray(kv_lens, np.int64),
@@ -228,6 +254,19 @@ class Batch:
         return f"Batch({self}, {where})"
 
 
+def _freeze(owner: object, *names: str) -> None:
+    """Make arrays of a frozen dataclass read-only."""
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, np.ndarray) or value.dtype != np.int64 or value.ndim != 1:
+            got = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+            raise InvalidInput(
+                name, expected="an int64 array of one dimension", got=got,
+                hint="make batches with Batch.csr, Batch.padded, Batch.ragged or Batch.parse, which convert",
+            )  # fmt: skip
+        value.setflags(write=False)
+
+
 def _lengths(name: str, value: Any, count: int | None = None) -> Int64Array:
     lengths = host_integers(name, value, hint=LENGTH_HINT).astype(np.int64, copy=False)
     if count is not None:
@@ -277,13 +316,22 @@ def _rows(name: str, indptr: Any, starts_name: str, explicit: Any) -> tuple[Int6
 def _page_ids(name: str, value: Any, *, ndim: int) -> IntArray | torch.Tensor:
     if not on_device(value):
         return host_integers(name, value, ndim=ndim)
-    if value.dtype not in (torch.int32, torch.int64) or value.dim() != ndim:
+    tensor = _dense(name, value)
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != ndim:
         raise InvalidInput(
             name,
             expected=f"{ndim} dimensions of int32 (or int64) on a device",
-            got=f"{value.dtype} {tuple(value.shape)}",
+            got=f"{tensor.dtype} {tuple(tensor.shape)}",
         )
-    return value.to(torch.int32)  # type: ignore[no-any-return]
+    return tensor.to(torch.int32)
+
+
+def _dense(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise InvalidInput(name, expected="a tensor", got=type(value).__name__)
+    if value.is_nested or value.layout != torch.strided:
+        raise InvalidInput(name, expected="a dense tensor", got="a nested one" if value.is_nested else value.layout)
+    return value
 
 
 def _check_count(name: str, got: int, expected: int, meaning: str) -> None:
@@ -292,18 +340,23 @@ def _check_count(name: str, got: int, expected: int, meaning: str) -> None:
 
 
 def _check_device_lengths(lengths: object, count: int) -> None:
-    if not isinstance(lengths, torch.Tensor) or lengths.dtype != torch.int32 or tuple(lengths.shape) != (count,):
-        got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, torch.Tensor) else type(lengths).__name__
-        raise InvalidInput("kv_lens_device", expected=f"an int32 tensor of shape ({count},)", got=got)
+    tensor = _dense("kv_lens_device", lengths)
+    if tensor.dtype != torch.int32 or tuple(tensor.shape) != (count,):
+        raise InvalidInput(
+            "kv_lens_device",
+            expected=f"an int32 tensor of shape ({count},)",
+            got=f"{tensor.dtype} {tuple(tensor.shape)}",
+        )
 
 
 def _check_slots(slots: Any, rows: int) -> IntArray | torch.Tensor:
     if on_device(slots):
-        if slots.dtype != torch.int64 or slots.dim() != 1 or slots.shape[0] < rows:
+        tensor = _dense("slot_mapping", slots)
+        if tensor.dtype != torch.int64 or tensor.dim() != 1 or tensor.shape[0] < rows:
             raise InvalidInput(
-                "slot_mapping", expected=f"int64 [rows >= {rows}]", got=f"{slots.dtype} {tuple(slots.shape)}"
+                "slot_mapping", expected=f"int64 [rows >= {rows}]", got=f"{tensor.dtype} {tuple(tensor.shape)}"
             )
-        return slots  # type: ignore[no-any-return]
+        return tensor
     array = host_integers("slot_mapping", slots).astype(np.int64, copy=False)
     if len(array) < rows:
         raise InvalidInput("slot_mapping", expected=f"a slot for each of {rows} query rows", got=f"{len(array)} slots")

@@ -9,6 +9,7 @@ import torch
 
 from sennit.errors import CapacityExceeded, InvalidInput
 from sennit.plan.cost import KernelConfig
+from sennit.plan.integers import INT32_MAX
 from sennit.plan.tensors import Int32Array, Layout
 
 __all__ = ["PlanBuffers"]
@@ -68,8 +69,8 @@ class PlanBuffers:
         ``tile_rows`` rows each. Fixed splits may need more; a plan that does not fit is refused.
         """
         for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("max_pages", max_pages)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidInput(name, expected="a positive integer", got=repr(value))
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 1 <= value <= INT32_MAX:
+                raise InvalidInput(name, expected=f"an integer from 1 to {INT32_MAX}", got=repr(value))
         fewest_rows = min(strand.tile_rows for strand in config.strands)
         tiles = max_requests + max_tokens * group_size // fewest_rows
         ranges = config.num_workers * len(config.strands)
@@ -81,6 +82,13 @@ class PlanBuffers:
             workers=config.num_workers,
             table=max_pages,
         )
+        try:
+            array = torch.zeros(layout.offsets[-1], dtype=torch.int32, device=device)
+        except RuntimeError as error:
+            raise CapacityExceeded(
+                f"buffers: {4 * layout.offsets[-1]} bytes could not be had on {device} ({str(error).splitlines()[0]}); "
+                "ask for fewer requests, tokens or pages"
+            ) from error
         return cls(
             owner=owner,
             backend=backend,
@@ -90,7 +98,7 @@ class PlanBuffers:
             max_pages=max_pages,
             layout=layout,
             max_partial_rows=2 * config.num_workers * sum(strand.tile_rows for strand in config.strands),
-            device_array=torch.zeros(layout.offsets[-1], dtype=torch.int32, device=device),
+            device_array=array,
         )
 
     def check(self, needed: Layout, num_rows: int, num_partial_rows: int) -> None:

@@ -146,13 +146,20 @@ def place(
     if len(totals) == 1:
         return np.zeros(len(segments), np.int64), float(totals[0]) / config.num_workers
     (first, second), bus = times
-    on_second = second < first
-    strand = on_second.astype(np.int64)
-    load = float(second @ strand)  # of the second strand
-    least = load + float(totals[0] - first @ strand)
+    strand = (second < first).astype(np.int64)
+    count = int(strand.sum())
+    if count in (0, len(strand)):  # all on one strand
+        load, least, on_bus = (
+            float(totals[1] * (count > 0)),
+            float(totals[int(count > 0)]),
+            float(bus_totals[int(count > 0)]),
+        )
+    else:
+        load = float(second @ strand)  # of the second strand
+        least = load + float(totals[0] - first @ strand)
+        on_bus = float(bus[1] @ strand + bus_totals[0] - bus[0] @ strand)
     if config.combine == "sum":
         return strand, least / config.num_workers
-    on_bus = float(bus[1] @ strand + bus_totals[0] - bus[0] @ strand)
     makespan = max(load, least - load, on_bus)
     # No placement takes less than half of the least time on both strands, or than the least on the bus.
     if not alone and max(least / 2, float(np.minimum(*bus).sum())) < WORTH_DIVIDING * makespan:

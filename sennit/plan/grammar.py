@@ -12,31 +12,40 @@ from sennit.plan.integers import INT32_MAX
 
 __all__ = ["format_lengths", "parse_lengths"]
 
-TERM = re.compile(r"(?:(\d+)\*)?(\d+)@(\d+)")
+TERM = re.compile(r"\s*(?:([0-9]+)\s*\*\s*)?([0-9]+)\s*@\s*([0-9]+)\s*")
+MAX_REQUESTS = 2**24
 EXAMPLE = "write terms like 2048@16384 (2048 new tokens of 16384 visible) or 64*1@8192, joined by +"
 
 
 def parse_lengths(text: str) -> tuple[list[int], list[int]]:
     """Read a batch: ``count*q_len@kv_len`` terms joined by ``+``; an empty text is an empty batch.
 
+    Spaces may stand around ``+``, ``*`` and ``@``.
+
     Returns:
         ``(q_lens, kv_lens)``, one entry a request.
 
     Raises:
-        InvalidInput: a term is not of that form, or a number is too large; it is quoted.
+        InvalidInput: not a text; a term is not of that form, or a number is too large (it is quoted); or there are
+            too many requests.
 
     >>> parse_lengths("5@9 + 2*1@4")
     ([5, 1, 1], [9, 4, 4])
     """
+    if not isinstance(text, str):
+        raise InvalidInput("batch", expected="a text", got=type(text).__name__, hint=EXAMPLE)
     q_lens: list[int] = []
     kv_lens: list[int] = []
     for term in text.split("+") if text.strip() else []:
-        match = TERM.fullmatch("".join(term.split()))
+        match = TERM.fullmatch(term)
         if match is None:
             raise InvalidInput("batch", expected="terms count*q_len@kv_len", got=repr(term.strip()), hint=EXAMPLE)
-        count, q_len, kv_len = int(match[1] or 1), int(match[2]), int(match[3])
-        if max(count, q_len, kv_len) > INT32_MAX:
+        digits = [number.lstrip("0") or "0" for number in match.groups("1")]
+        if max(map(len, digits)) > 10 or max(map(int, digits)) > INT32_MAX:  # Python reads no number of any length
             raise InvalidInput("batch", expected=f"numbers of at most {INT32_MAX}", got=repr(term.strip()))
+        count, q_len, kv_len = map(int, digits)
+        if len(q_lens) + count > MAX_REQUESTS:
+            raise InvalidInput("batch", expected=f"at most {MAX_REQUESTS} requests", got=f"more, at {term.strip()!r}")
         q_lens += [q_len] * count
         kv_lens += [kv_len] * count
     return q_lens, kv_lens

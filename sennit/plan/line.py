@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -200,37 +201,41 @@ def balance(line: Line) -> Int64Array:
     are large beside a worker's share, cuts are then moved one by one.
     """
     config, workers = line.config, line.config.num_workers
-    blocks = line.strand_blocks
+    strands = len(config.strands)
     if not len(line):
-        return np.zeros((len(config.strands), workers + 1), np.int64)
-    together = config.combine == "sum"
-    bounds = line.unit_start[blocks]
-    ends = np.array([bounds[0], bounds[-1]]) if together else bounds
-    times = line.time_start[[0, len(line)] if together else blocks]
-    first, total = times[:-1, None], np.diff(times)[:, None]
-    cuts = np.empty((len(first), workers + 1), np.int64)
-    cuts[:, 0], cuts[:, -1] = ends[:-1], ends[1:]
-    cuts[:, 1:-1] = line.unit_at(np.minimum(first + _targets(line, total), first + total))
-    np.minimum(np.maximum(cuts, cuts[:, :1]), cuts[:, -1:], out=cuts)
-    shares = total[:, 0] / workers
-    for row, share in zip(cuts, shares, strict=True):
-        # Beside a fuller strand nothing is gained by it.
-        if 0 < row[-1] - row[0] < COARSE_UNITS * workers and _fullest(line, row) > max(1.01 * share, *shares):
-            row[:] = _polish(line, row)
-    return np.minimum(np.maximum(cuts, bounds[:-1, None]), bounds[1:, None]) if together else cuts
-
-
-def _targets(line: Line, total: FloatArray) -> FloatArray:
-    """Times ``[rows, num_workers - 1]`` at which to cut rows of ``total`` time, what cuts repeat counted in."""
-    config, workers = line.config, line.config.num_workers
-    share = np.arange(1, workers)
-    if line.chunks is not None:
-        return share * (total / workers)
+        return np.zeros((strands, workers + 1), np.int64)
+    blocks = line.strand_blocks
+    together = config.combine == "sum" and strands == 2
+    rows = [(0, len(line))] if together else list(pairwise(blocks))
+    times = [(float(line.time_start[first]), float(line.time_start[last])) for first, last in rows]
+    cuts = np.empty((len(rows), workers + 1), np.int64)
+    for cut, (first, last) in zip(cuts, rows, strict=True):
+        cut[0], cut[-1] = line.unit_start[first], line.unit_start[last]
     # Where one row holds both strands, the second one's times stand for both.
-    repeated, split = config.cut_times[-len(total) :, None], config.split_times[-len(total) :, None]
+    wanted = [_equal_shares(line, 1 if together else strand, *span) for strand, span in enumerate(times)]
+    cuts[:, 1:-1] = line.unit_at(np.concatenate(wanted)).reshape(len(rows), -1)
+    shares = [(end - start) / workers for start, end in times]
+    for cut, share in zip(cuts, shares, strict=True):
+        # Beside a fuller strand nothing is gained by it.
+        if 0 < cut[-1] - cut[0] < COARSE_UNITS * workers and _fullest(line, cut) > max(1.01 * share, *shares):
+            cut[:] = _polish(line, cut)
+    if together:
+        bounds = line.unit_start[blocks][:, None]
+        cuts = np.minimum(np.maximum(cuts, bounds[:-1]), bounds[1:])
+    return cuts
+
+
+def _equal_shares(line: Line, strand: int, start: float, end: float) -> FloatArray:
+    """Times from ``start`` to ``end`` at which every worker but the first begins, what cuts repeat counted in."""
+    workers = line.config.num_workers
+    share = np.arange(1.0, workers)
+    if line.chunks is not None:
+        return start + share * ((end - start) / workers)
+    repeated, split = line.config.cut_times[strand], line.config.split_times[strand]
     # Every worker but the first begins, and every one but the last ends, with a part of a head.
-    each = (total - repeated) / workers
-    return np.maximum(share * each + (repeated - split), 0.0)
+    each = max(end - start - repeated, 0.0) / workers
+    times: FloatArray = np.minimum(share * each + (start + repeated - split), end)
+    return times
 
 
 def _fullest(line: Line, cuts: Int64Array) -> float:

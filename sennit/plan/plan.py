@@ -8,16 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sennit.errors import CapacityExceeded
+from sennit.errors import CapacityExceeded, InvalidInput, UnsupportedFeature
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.cost import FloatArray, KernelConfig, choose_config
+from sennit.plan.integers import INT32_MAX
 from sennit.plan.schedule import Schedule, make_schedule
 from sennit.plan.segments import Segments, from_batch, largest_page
 from sennit.plan.tensors import Extents, Layout, PlanTensors, pack
 from sennit.spec import AttentionSpec
 
 __all__ = ["Plan", "make_plan", "plan_features"]
+
+
+FIRST_STAMP = torch.zeros(1, dtype=torch.int32)  # of every plan that has its array to itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +143,13 @@ def make_plan(
         largest_slot_page=-1 if page_size is None else _largest_slot(batch) // page_size,
         num_key_rows=_key_rows(batch),
     )
+    if max(schedule.num_partial_rows, extents.largest_slot_page, extents.num_key_rows) > INT32_MAX:
+        raise InvalidInput(
+            "batch",
+            expected=f"at most {INT32_MAX} partial rows, page ids and key rows",
+            got=f"{schedule.num_partial_rows}, {extents.largest_slot_page} and {extents.num_key_rows}",
+            hint="use a larger split_size, or smaller slots and starts",
+        )
     tensors = _make_tensors(batch, segments, schedule, config, extents, device, into)
     key = f"{owner}/{backend}/{config.name}"
     return Plan(owner, key, spec, batch, page_size, backend, config, split_size, segments, schedule, tensors)
@@ -170,6 +181,8 @@ def _make_tensors(
             raise CapacityExceeded(
                 "into: buffers hold the page table, so it must be on the host; got a device tensor or packed keys"
             )
+        if isinstance(batch.slot_mapping, np.ndarray):
+            raise UnsupportedFeature("slot_mapping", "with into= it must be a device tensor, whose address you keep")
         into.check(layout, extents.num_rows, schedule.num_partial_rows)
         layout = into.layout
     *_, table_at, total = layout.offsets
@@ -185,7 +198,7 @@ def _make_tensors(
         host=host,
         device=on_device,
         page_table=entries if isinstance(entries, torch.Tensor) else on_device[table_at:],
-        stamp=host[:1] if into is None else host[:1].clone(),  # the header's first word
+        stamp=FIRST_STAMP if into is None else host[:1].clone(),  # the header's first word
         kv_lens=batch.kv_lens_device,
         slots=_device_slots(batch, device),
     )

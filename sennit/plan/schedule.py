@@ -112,17 +112,15 @@ def make_schedule(
     cuts = balance(line)
     if not len(line):
         return Schedule(_empty(), np.zeros_like(cuts), _empty(), 0, line, cuts)
-    items, block, worker_indptr = _items(line, cuts)
-    merges, rows = _partials(line, items, block)
-    return Schedule(items, worker_indptr, merges, rows, line, cuts)
+    return _schedule(line, cuts)
 
 
 def _empty() -> Int32Array:
     return np.zeros((ROW_WIDTH, 0), np.int32)
 
 
-def _items(line: Line, cuts: Int64Array) -> tuple[Int32Array, Int64Array, Int64Array]:
-    """Work items but for their partial rows, the block of each, and the first item of every strand and worker.
+def _schedule(line: Line, cuts: Int64Array) -> Schedule:
+    """Read work items and merges off a line and its cuts.
 
     Blocks, cuts, and the ends of the heads that cuts divide bound the items: between two neighbours lie whole heads of
     one block, or a part of one head::
@@ -157,24 +155,24 @@ def _items(line: Line, cuts: Int64Array) -> tuple[Int32Array, Int64Array, Int64A
         step = line.config.key_steps[line.strand[block]]
         items[Item.KEY_START] = unit * step
         items[Item.KEY_END] = np.minimum((unit + np.minimum(length, units)) * step, key_end)
-        items[Item.PARTIAL_ROW] = length < units
+        partial = length < units
     else:
         items[Item.KEY_START] = line.chunks.key_start[block]
         items[Item.KEY_END] = key_end
-        items[Item.PARTIAL_ROW] = line.chunks.count[block] > 1
-    items[Item.PARTIAL_ROW] -= 1
-    return items, block, starts.searchsorted(cuts)
+        partial = line.chunks.count[block] > 1
+    merges, rows = _partials(line, items, block, partial.nonzero()[0])
+    return Schedule(items, starts.searchsorted(cuts), merges, rows, line, cuts)
 
 
-def _partials(line: Line, items: Int32Array, block: Int64Array) -> tuple[Int32Array, int]:
-    """Number the partial rows, where ``PARTIAL_ROW`` is 0 and not -1, and list the merges: ``(merges, rows)``."""
-    at = (items[Item.PARTIAL_ROW] == 0).nonzero()[0]
+def _partials(line: Line, items: Int32Array, block: Int64Array, at: Int64Array) -> tuple[Int32Array, int]:
+    """Number the partial rows of the items ``at``, and list the merges: ``(merges, rows)``."""
+    items[Item.PARTIAL_ROW] = -1
     if not len(at):
         return _empty(), 0
     if line.chunks is not None:
         return _chunk_partials(line, line.chunks, items, block, at)
     # The parts of a head follow each other in the line: a merge begins where a head does.
-    rows = items[Item.NUM_ROWS, at]
+    rows = items[Item.NUM_ROWS, at].astype(np.int64)
     offsets = prefix_sums(rows)
     items[Item.PARTIAL_ROW, at] = offsets[:-1]
     begins = (items[Item.KEY_START, at] == 0).nonzero()[0]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sennit.errors import InvalidInput
 from sennit.plan.batch import Batch
-from sennit.plan.integers import INT32_MAX
+from sennit.plan.integers import INT32_MAX, host_array
 
 __all__ = ["Segments", "from_batch", "largest_page"]
 
@@ -99,10 +99,12 @@ def largest_page(batch: Batch, needed: Int64Array) -> int:
     Raises:
         InvalidInput: a visible page id is negative, or does not fit 32 bits.
     """
-    if batch.pages is None or not isinstance(batch.pages.entries, np.ndarray) or not needed.any():
+    if batch.pages is None or not isinstance(batch.pages.entries, np.ndarray):
         return -1
     entries, starts = batch.pages.entries, batch.pages.starts
     total = int(needed.sum())
+    if not total:
+        return -1
     if len(entries) == total:  # no request needs more than it has, so every entry is visible
         visible = entries
     else:
@@ -124,9 +126,10 @@ def largest_page(batch: Batch, needed: Int64Array) -> int:
 def _causal_flags(causal: bool | Sequence[bool], count: int) -> Int64Array:
     if isinstance(causal, (bool, np.bool_)):
         return np.ones(count, np.int64) if causal else np.zeros(count, np.int64)
-    flags = np.asarray(causal)
+    flags = host_array("causal", causal, of="bools")
     if flags.dtype != np.bool_ and flags.size:
-        raise InvalidInput("causal", expected="a bool, or one bool a request", got=f"dtype {flags.dtype}")
+        dtype = getattr(causal, "dtype", flags.dtype)
+        raise InvalidInput("causal", expected="a bool, or one bool a request", got=f"dtype {dtype}")
     if flags.shape != (count,):
         raise InvalidInput("causal", expected=f"a bool, or {count} bools", got=f"shape {flags.shape}")
     return flags.astype(np.int64)

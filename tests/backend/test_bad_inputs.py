@@ -73,6 +73,36 @@ def too_large_for_buffers() -> Any:
     return attn.plan(csr(), into=attn.buffers(max_requests=1, max_tokens=8, max_pages=16))
 
 
+NOT_HOST_INTEGERS = {
+    "float8": (torch.zeros(2, dtype=torch.float8_e4m3fn), ("float8_e4m3fn",)),
+    "bfloat16": (torch.zeros(2, dtype=torch.bfloat16), ("integers", "bfloat16")),
+    "complex": (torch.zeros(2, dtype=torch.complex64), ("integers", "complex64")),
+    "half complex": (np.zeros(2, np.complex64), ("integers", "complex64")),
+    "gradients": (torch.zeros(2, requires_grad=True), ("integers", "float32")),
+    "sparse": (torch.tensor([5, 9]).to_sparse(), ("dense", "torch.sparse_coo")),
+    "lazily negated": (torch.tensor([-5, -9])._neg_view(), ("dense", "NumPy cannot read")),
+    "another device": (torch.zeros(2, dtype=torch.int32, device="meta"), ("on the host", "a tensor on meta")),
+    "a list on another device": ([torch.zeros((), dtype=torch.int32, device="meta")] * 2, ("on the host", "meta")),
+    "a list with gradients": ([torch.zeros((), requires_grad=True)] * 2, ("on the host", "grad")),
+    "big-endian and unsigned": (np.array([5, 2**64 - 1], ">u8"), ("fit int64", "18446744073709551615")),
+    "text": ("59", ("integers", "<U2")),
+    "durations": (np.array([5, 9], "m8[s]"), ("integers", "timedelta64[s]")),
+}
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.tensor([5]), torch.tensor([9])], layout=torch.jagged)
+
+
+def state(**changes: Any) -> tuple[Any, Any]:
+    good = {"out": torch.zeros(3, 4, 8), "lse": torch.zeros(3, 4)} | changes
+    return good["out"], good["lse"]
+
+
+def merge(*states: Any) -> Any:
+    return sennit.merge_states(states)
+
+
 def cache(**changes: Any) -> KVCache:
     return KVCache(**({"specs": [SPEC] * 2, "num_tokens": 64, "page_size": 4, "device": "cpu"} | changes))
 
@@ -103,13 +133,30 @@ CASES = [
     # Specs
     Case("heads that do not divide", lambda: SPEC.replace(num_kv_heads=3), I, ("num_kv_heads", "divisor of num_qo_heads=4", "3")),
     Case("zero heads", lambda: SPEC.replace(num_qo_heads=0), I, ("num_qo_heads", "at least 1", "0")),
-    Case("a head dim that is no integer", lambda: SPEC.replace(head_dim=8.0), I, ("head_dim_qk", "integer", "8.0")),
+    Case("a head dim that is no integer", lambda: SPEC.replace(head_dim=8.0), I, ("head_dim:", "integer", "8.0")),
     Case("an integer dtype", lambda: SPEC.replace(dtype=torch.int32), I, ("dtype", "bfloat16", "torch.int32")),
     Case("an unknown field", lambda: SPEC.replace(windows=3), I, ("replace", "window_left", "windows")),
     Case("a negative soft cap", lambda: SPEC.replace(logits_soft_cap=-1.0), I, ("logits_soft_cap", "positive", "-1.0")),
     Case("sinks without a window", lambda: SPEC.replace(num_sink_tokens=4), I, ("num_sink_tokens", "0", "4")),
     Case("latent with two KV heads", lambda: SPEC.replace(latent=True), I, ("latent", "num_kv_heads=1", "num_kv_heads=2")),
-    Case("head_dim and head_dim_qk", lambda: AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim=8, head_dim_qk=8, head_dim_vo=8, dtype=torch.float32), I, ("head_dim", "either", "head_dim=8")),
+    Case("head_dim and head_dim_qk", lambda: AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim=8, head_dim_qk=8, head_dim_vo=4, dtype=torch.float32), I, ("head_dim", "either", "head_dim=8")),
+    Case("a head dim beside a dim of its own in replace", lambda: SPEC.replace(head_dim=16, head_dim_qk=8), I, ("head_dim", "either", "head_dim_qk=8")),
+    Case("heads that are no number", lambda: SPEC.replace(num_qo_heads="4"), I, ("num_qo_heads", "integer", "'4'")),
+    Case("heads beyond 32 bits", lambda: SPEC.replace(num_qo_heads=2**32), I, ("num_qo_heads", "2147483647", "4294967296")),
+    Case("a head dim beyond 32 bits", lambda: SPEC.replace(head_dim=2**70), I, ("head_dim", "2147483647", str(2**70))),
+    Case("a latent that is a number", lambda: MLA.replace(latent=2), I, ("latent", "True or False", "2")),
+    Case("a latent that is a text", lambda: MLA.replace(latent="no"), I, ("latent", "True or False", "'no'")),
+    Case("learned sinks that are a tensor", lambda: SPEC.replace(learned_sinks=torch.zeros(4)), I, ("learned_sinks", "True or False", "tensor")),
+    Case("ALiBi slopes as a flag", lambda: SPEC.replace(alibi=[0.5]), I, ("alibi", "True or False", "[0.5]")),
+    Case("a soft cap that is a text", lambda: SPEC.replace(logits_soft_cap="5"), I, ("logits_soft_cap", "positive number", "'5'")),
+    Case("a soft cap that is a flag", lambda: SPEC.replace(logits_soft_cap=True), I, ("logits_soft_cap", "positive number", "True")),
+    Case("a soft cap that is a tensor", lambda: SPEC.replace(logits_soft_cap=torch.tensor(5.0)), I, ("logits_soft_cap", "positive number", "tensor(5.)")),
+    Case("soft caps of several heads", lambda: SPEC.replace(logits_soft_cap=np.ones(4)), I, ("logits_soft_cap", "positive number", "array")),
+    Case("a soft cap beyond floats", lambda: SPEC.replace(logits_soft_cap=10**400), I, ("logits_soft_cap", "positive number")),
+    Case("a soft cap that is not a number", lambda: SPEC.replace(logits_soft_cap=float("nan")), I, ("logits_soft_cap", "positive number", "nan")),
+    Case("a NumPy array as dtype", lambda: SPEC.replace(dtype=np.zeros(3)), I, ("dtype", "torch's dtypes", "array")),
+    Case("a NumPy dtype", lambda: SPEC.replace(dtype=np.float32), I, ("dtype", "torch's dtypes", "numpy.float32")),
+    Case("a text as kv_dtype", lambda: SPEC.replace(kv_dtype=""), I, ("kv_dtype", "torch's dtypes", "''")),
     # What no backend has yet
     Case("a window", lambda: attention(spec=SPEC.replace(window_left=7)), U, ("window_left", "reference", "not implemented")),
     Case("a score function", lambda: attention(spec=SPEC.replace(score_mod=lambda s, b, h, q, k: s)), U, ("score_mod",)),
@@ -122,6 +169,13 @@ CASES = [
     Case("an unknown layout", lambda: attention(kv_layout="HDN"), I, ("kv_layout", "NHD", "HDN")),
     Case("an unknown backend", lambda: attention(backend="cudnn"), I, ("backend", "reference", "cudnn")),
     Case("an unknown device", lambda: attention(device="gpu"), I, ("device", "torch device", "gpu")),
+    *(Case(f"a device {name}", lambda name=name: sennit.device.resolve_device(name), I, ("device", '"cpu" or "cuda"', name)) for name in ("mps", "xpu", "hpu", "xla", "meta", "vulkan", "privateuseone")),
+    Case("a second CPU", lambda: attention(device="cpu:1"), I, ("device", "there is one", "cpu:1")),
+    Case("a CUDA device that is not there", lambda: attention(device="cuda:99"), I, ("device", "of this machine", "cuda:99")),
+    Case("a device beyond 64 bits", lambda: attention(device=2**70), I, ("device", "torch device", str(2**70))),
+    Case("a device below zero", lambda: attention(device="cuda:-1"), I, ("device", "torch device", "cuda:-1")),
+    Case("a flag as device", lambda: attention(device=True), I, ("device", '"cpu" or "cuda"', "True")),
+    Case("a device for a cache of nothing", lambda: cache(device="meta"), I, ("device", '"cpu" or "cuda"', "meta")),
     Case("a spec that is none", lambda: attention(spec=(4, 2)), I, ("spec", "AttentionSpec", "tuple")),
     # Batches
     Case("offsets that go down", lambda: csr(qo_indptr=[0, 4, 3]), I, ("qo_indptr[2]", "at least", "3")),
@@ -139,9 +193,28 @@ CASES = [
     Case("device lengths of the wrong dtype", lambda: csr(kv_lens_device=torch.zeros(2)), I, ("kv_lens_device", "int32", "float32")),
     Case("too few slots", lambda: csr(slot_mapping=[0, 1]), I, ("slot_mapping", "3 query rows", "2 slots")),
     Case("a slot below -1", lambda: csr(slot_mapping=[0, 1, -2]), I, ("slot_mapping", "-1 to skip", "-2")),
+    *(Case(f"lengths: {name}", lambda value=value: csr(kv_lens=value), I, ("kv_lens", *words)) for name, (value, words) in NOT_HOST_INTEGERS.items()),
+    Case("lengths: nested", lambda: csr(kv_lens=nested()), I, ("kv_lens", "dense")),
+    Case("page ids of a device, sparse", lambda: csr(kv_indices=torch.zeros(5, dtype=torch.int32, device="meta", layout=torch.sparse_coo)), I, ("kv_indices", "dense", "sparse")),
+    Case("slots of a device, sparse", lambda: csr(slot_mapping=torch.zeros(5, dtype=torch.int64, device="meta", layout=torch.sparse_coo)), I, ("slot_mapping", "dense", "sparse")),
+    Case("device lengths, sparse", lambda: csr(kv_lens_device=torch.tensor([5, 9], dtype=torch.int32).to_sparse()), I, ("kv_lens_device", "dense", "sparse")),
+    Case("device lengths, nested", lambda: csr(kv_lens_device=nested()), I, ("kv_lens_device", "dense", "nested")),
+    Case("device lengths that are no tensor", lambda: csr(kv_lens_device=[5, 9]), I, ("kv_lens_device", "a tensor", "list")),
+    Case("packed rows beyond 32 bits", lambda: ragged(kv_starts=[0, 2**31 - 9]), I, ("kv_starts[1]", "2147483647 - 9", "2147483639")),
+    Case("a batch without keys", lambda: Batch(*np.array([[0], [1], [1]])), I, ("Batch", "either pages or kv_starts", "neither", "Batch.csr")),
+    Case("a batch of lists", lambda: Batch([0], [1], [1], kv_starts=[0]), I, ("q_starts", "int64", "list", "Batch.csr")),
     Case("more keys than packed rows", lambda: ragged(kv_lens=[6, 9]), I, ("kv_lens[0]", "at most the 5 rows", "6")),
     Case("text that is no batch", lambda: Batch.parse("3x5", page_size=4), I, ("batch", "count*q_len@kv_len", "3x5")),
     Case("text of an absurd length", lambda: Batch.parse("1@99999999999999999999", page_size=4), I, ("batch", "at most 2147483647", "1@9999")),
+    Case("text with a space in a number", lambda: Batch.parse("1 2@30", page_size=4), I, ("batch", "count*q_len@kv_len", "'1 2@30'")),
+    Case("text with a space where a plus belongs", lambda: Batch.parse("5@9 4", page_size=4), I, ("batch", "count*q_len@kv_len", "'5@9 4'")),
+    Case("text in other digits", lambda: Batch.parse("\u0663@\u0665", page_size=4), I, ("batch", "count*q_len@kv_len")),
+    Case("text of more digits than Python reads", lambda: Batch.parse("1@" + "9" * 5000, page_size=4), I, ("batch", "at most 2147483647")),
+    *(Case(f"a batch as {type(text).__name__}", lambda text=text: Batch.parse(text, page_size=4), I, ("batch", "a text", type(text).__name__)) for text in (5, None, b"1@5")),
+    *(Case(f"text with page size {size!r}", lambda size=size: Batch.parse("1@5", page_size=size), I, ("page_size", "at least 1", repr(size))) for size in (0, -4, "x", 2.5, None, True, 2**31)),
+    Case("text of too many requests", lambda: Batch.parse("2147483647*1@1", page_size=4), I, ("batch", "at most 16777216 requests", "2147483647*1@1")),
+    Case("text of too many requests in several terms", lambda: Batch.parse("1@1 + 16777216*1@1", page_size=4), I, ("batch", "at most 16777216 requests", "16777216*1@1")),
+    Case("text of too many pages", lambda: Batch.parse("9*1@2147483647", page_size=4), I, ("batch", "at most 134217728 pages", str(9 * 2**29))),
     # Plans
     Case("a batch that is none", lambda: attention().plan([3]), I, ("batch", "a Batch", "list")),
     Case("a negative page id", lambda: attention().plan(csr(kv_indices=[3, -1, 0, 2, 4])), I, ("page table of request 0", "from 0", "-1")),
@@ -149,6 +222,14 @@ CASES = [
     Case("too short a page table", lambda: attention().plan(csr(kv_lens=[5, 13])), I, ("page table", "4 pages for the 13 keys of request 1", "3 entries")),
     Case("pages for a planner of packed keys", lambda: attention(page_size=None).plan(csr()), I, ("batch", "packed", "pages")),
     Case("one causal flag of two", lambda: attention().plan(csr(), causal=[True]), I, ("causal", "2 bools", "(1,)")),
+    Case("causal flags of lengths that differ", lambda: attention().plan(csr(), causal=[[True], [False, True]]), I, ("causal", "rectangular", "nested")),
+    Case("causal flags in bfloat16", lambda: attention().plan(csr(), causal=torch.zeros(2, dtype=torch.bfloat16)), I, ("causal", "bool", "bfloat16")),
+    Case("causal flags with gradients", lambda: attention().plan(csr(), causal=torch.zeros(2, requires_grad=True)), I, ("causal", "bool", "float32")),
+    Case("causal flags on another device", lambda: attention().plan(csr(), causal=torch.zeros(2, dtype=torch.bool, device="meta")), I, ("causal", "bools on the host", "meta")),
+    Case("causal flags listed on another device", lambda: attention().plan(csr(), causal=[torch.zeros((), dtype=torch.bool, device="meta")] * 2), I, ("causal", "bools on the host", "meta")),
+    Case("causal flags, sparse", lambda: attention().plan(csr(), causal=torch.tensor([True, False]).to_sparse()), I, ("causal", "bools", "sparse")),
+    Case("causal flags as numbers", lambda: attention().plan(csr(), causal=torch.tensor([1, 0])), I, ("causal", "bool", "torch.int64")),
+    Case("no causal flag", lambda: attention().plan(csr(), causal=None), I, ("causal", "bool", "object")),
     Case("a split of no keys", lambda: attention().plan(csr(), split_size=0), I, ("split_size", "positive", "0")),
     Case("a batch larger than its buffers", too_large_for_buffers, sennit.CapacityExceeded, ("into", "max_requests: 2 needed, 1 there")),
     Case("a plan of rewritten buffers", stale_plan, sennit.StalePlan, ("plan 1", "plan 2")),
@@ -178,6 +259,18 @@ CASES = [
     Case("copying to a page beyond the pool", lambda: attention().copy_pages([0], [5], (pages(), pages())), I, ("target", "0 to 4", "[5]")),
     Case("merging nothing", lambda: sennit.merge_states([]), I, ("states", "at least one", "none")),
     Case("merging different shapes", lambda: sennit.merge_states([(queries(), torch.zeros(3, 4)), (queries(2), torch.zeros(2, 4))]), I, ("states[1]", "(3, 4, 8)", "(2, 4, 8)")),
+    *(Case(f"merging {what}", lambda value=value: sennit.merge_states(value), I, ("states", "list of (out, lse)", type(value).__name__)) for what, value in {"none": None, "a number": 5, "a scalar": torch.tensor(1.0)}.items()),
+    Case("merging a tensor", lambda: sennit.merge_states(torch.zeros(2, 3)), I, ("states[0]", "a pair", "Tensor")),
+    Case("merging a triple", lambda: merge((*state(), 1)), I, ("states[0]", "a pair", "3 entries")),
+    Case("merging numbers", lambda: merge(state(), (1, 2)), I, ("states[1]: out", "a tensor", "int")),
+    Case("merging results without heads", lambda: merge(state(out=torch.ones(4), lse=torch.tensor(0.0))), I, ("states[0]: out", "[rows, heads, dim]", "(4,)")),
+    *(Case(f"merging results of {dtype}", lambda dtype=dtype: merge(state(out=torch.zeros(3, 4, 8, dtype=dtype))), I, ("states[0]: out", "torch.bfloat16", str(dtype))) for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)),
+    Case("merging sparse results", lambda: merge(state(), state(out=torch.ones(3, 4, 8).to_sparse())), I, ("states[1]: out", "dense", "sparse_coo")),
+    Case("merging nested results", lambda: merge(state(out=nested())), I, ("states[0]: out", "dense", "nested")),
+    Case("merging results with gradients", lambda: merge(state(out=torch.ones(3, 4, 8, requires_grad=True))), I, ("states[0]: out", "without gradients", "inference_mode")),
+    Case("merging LSEs with gradients", lambda: merge(state(lse=torch.ones(3, 4, requires_grad=True))), I, ("states[0]: lse", "without gradients", "inference_mode")),
+    Case("merging LSEs of another shape", lambda: merge(state(lse=torch.ones(4, 3))), I, ("states[0]: lse", "(3, 4)", "(4, 3)")),
+    Case("merging LSEs of another dtype", lambda: merge(state(lse=torch.ones(3, 4, dtype=torch.float64))), I, ("states[0]: lse", "float32", "float64")),
     # Caches
     Case("a cache without layers", lambda: cache(specs=[]), I, ("specs",)),
     Case("a cache of two storage forms", lambda: cache(specs=[SPEC, SPEC.replace(head_dim=16)]), U, ("layer groups",)),
@@ -217,3 +310,40 @@ def test_every_integer_dtype_is_read_as_lengths():
             qo_indptr=torch.tensor([0, 2, 3], dtype=dtype), kv_indices=torch.tensor([3, 1, 0, 2, 4], dtype=dtype)
         )
         torch.testing.assert_close(run(batch, return_lse=True), expected)
+
+
+@pytest.mark.parametrize("dtype", [">i2", ">i4", ">i8", ">u4", ">u8"])
+def test_arrays_in_the_other_byte_order_are_read_as_the_numbers_they_hold(dtype):
+    arguments = {"qo_indptr": [0, 2, 3], "kv_lens": [5, 9], "kv_indptr": [0, 2, 5], "kv_indices": [3, 1, 0, 2, 4]}
+    batch = csr(**{name: np.array(value, dtype) for name, value in arguments.items()})
+    assert batch.pages.entries.dtype.isnative
+    torch.manual_seed(0)
+    q, kv = torch.randn(3, 4, 8), (torch.randn(5, 4, 2, 8), torch.randn(5, 4, 2, 8))
+    torch.testing.assert_close(run(batch, q, kv), run(csr(), q, kv), rtol=0, atol=0)
+
+
+def test_states_to_merge_may_come_from_any_iterable():
+    pairs = [(torch.full((1, 1, 2), float(i)), torch.full((1, 1), 0.5 * i)) for i in range(3)]
+    expected = sennit.merge_states(pairs)
+    for states in (
+        tuple(pairs),
+        (pair for pair in pairs),
+        [list(pair) for pair in pairs],
+        dict(enumerate(pairs)).values(),
+    ):
+        torch.testing.assert_close(sennit.merge_states(states), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "flags", [(True, False), np.array([True, False]), torch.tensor([True, False]), [np.True_, False]]
+)
+def test_causal_flags_may_be_any_host_bools(flags):
+    assert attention().plan(csr(), causal=flags).segments.causal.tolist() == [1, 0]
+
+
+def test_a_cpu_with_an_index_is_the_cpu():
+    attn = attention(device="cpu:0")
+    assert attn.device == torch.device("cpu")
+    out = attn.run(attn.plan(csr()), queries(), (pages(), pages()), sm_scale=1.0)
+    assert out.device == attn.device
+    assert cache(device=torch.device("cpu", 0)).device == torch.device("cpu")

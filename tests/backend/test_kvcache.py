@@ -18,6 +18,7 @@ from sennit.cache.storage import TableMirror
 from sennit.errors import CacheCorrupt, IncompleteStep, InvalidInput, OutOfPages, UnsupportedFeature
 from sennit.kvcache import KVCache
 
+STEP = object()  # the owner of a reservation
 BACKENDS = ["reference", "reference-items"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SPECS = {
@@ -301,8 +302,9 @@ def test_graph_buffers_hold_the_pages_of_a_step_and_a_replay_commits():
 
 def test_graph_buffers_need_one_spec_for_all_layers():
     cache = make_cache([gqa_spec(), gqa_spec(num_qo_heads=2)])
+    attention = BatchAttention(gqa_spec(), page_size=4, kv_layout=cache.kv_layout, device="cpu")
     with pytest.raises(UnsupportedFeature, match="one for each spec"):
-        cache.step([], into=object())
+        cache.step([], into=attention.buffers(max_requests=1, max_tokens=1, max_pages=1))
 
 
 # Memory
@@ -332,7 +334,13 @@ def test_sizes_without_a_known_unit_are_refused(text):
         parse_bytes(text)
 
 
-@pytest.mark.parametrize("memory", [0, -1, 0.0, 1.5, -0.5, float("nan"), True, None, [1]])
+@pytest.mark.parametrize("text", ["9" * 400 + "B", "9" * 400 + ".5TiB", "9223372036854775809B", "99999999999TiB"])
+def test_sizes_beyond_any_machine_are_refused(text):
+    with pytest.raises(InvalidInput, match=r"memory: expected at most 8388608.00 TiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("memory", [0, -1, 0.0, 1.5, -0.5, float("nan"), True, None, [1], 2**63, 10**30, float("inf")])
 def test_memory_out_of_range_is_refused(memory):
     with pytest.raises(InvalidInput, match="memory"):
         byte_budget(memory, torch.device("cpu"))
@@ -391,9 +399,17 @@ def test_capacity_in_tokens_is_rounded_up_to_pages():
         ({"num_tokens": 0}, "num_tokens: expected a positive integer"),
         ({"num_tokens": 1.5}, "num_tokens"),
         ({"num_tokens": True}, "num_tokens"),
-        ({"num_tokens": 2**40, "page_size": 1}, "page_size: expected a size that gives at most"),
+        ({"num_tokens": 2**31, "page_size": 1}, "num_tokens: expected at most 2147483647 pages, got 2147483648, which"),
+        ({"num_tokens": 10**30}, "num_tokens: expected at most 2147483647 pages, got 10{30}, which is 625"),
+        ({"memory": "1EiB", "page_size": 1}, "memory: expected a number and a unit"),
+        ({"memory": "1000TiB", "page_size": 1}, "memory: expected at most 2147483647 pages, got 1000TiB, which is 858"),
         ({"num_tokens": 8, "page_size": 0}, "page_size"),
         ({"num_tokens": 8, "page_size": 1.0}, "page_size"),
+        ({"num_tokens": 8, "page_size": True}, "page_size"),
+        ({"num_tokens": 8, "page_size": 2**31}, "page_size: expected a positive integer, at most 2147483647"),
+        ({"num_tokens": 8, "page_size": 2**62}, "page_size"),
+        ({"num_tokens": 8, "kv_layout": ""}, "kv_layout"),
+        ({"num_tokens": 8, "kv_layout": False}, "kv_layout"),
         ({"num_tokens": 8, "kv_layout": "DHN"}, "kv_layout"),
         ({"num_tokens": 8, "device": "nowhere"}, "device"),
         ({"num_tokens": 8, "backend": "nothing"}, "backend"),
@@ -522,28 +538,28 @@ def test_the_mirror_gives_the_rows_of_the_tables_after_any_operations(device):
             if sequences.pages_needed(items) > sequences.pool.num_free:
                 sequences.remove(ids[0])
                 continue
-            reservation = sequences.reserve(items)
+            reservation = sequences.reserve(STEP, items)
             rows = mirror.rows(sequences.tables, reservation.slots, reservation.max_pages).cpu().numpy()
             for row, slot in zip(rows, reservation.slots, strict=True):
                 count = sequences.tables.page_counts[slot]
                 assert row[:count].tolist() == sequences.tables.pages[slot, :count].tolist()
             mirror.check(sequences.tables)
-            sequences.commit() if rng.random() < 0.6 else sequences.rollback()
+            sequences.commit(STEP) if rng.random() < 0.6 else sequences.rollback(STEP)
         mirror.check(sequences.tables)
 
 
 def test_a_wrong_cell_in_the_mirror_is_found():
     sequences = Sequences(PagePool(8), page_size=2)
     seq = sequences.add()
-    sequences.reserve([(seq, 5)])
-    sequences.commit()
+    sequences.reserve(STEP, [(seq, 5)])
+    sequences.commit(STEP)
     mirror = TableMirror(torch.device("cpu"))
     mirror.check(sequences.tables)
     mirror.update(sequences.tables)
     mirror.pages[sequences.slots[seq], 1] += 1
     with pytest.raises(CacheCorrupt, match="slot 0: page 1 on cpu is not 1"):
         mirror.check(sequences.tables)
-    sequences.reserve([(seq, 1)])
+    sequences.reserve(STEP, [(seq, 1)])
     sequences.tables.mark_dirty(np.array([0]), np.array([0]), np.array([3]))
     mirror.check(sequences.tables)  # what is known to have changed may differ
     mirror.update(sequences.tables)

@@ -40,9 +40,9 @@ class Scene:
         twin.trim(c, 3)
         self.empty = twin.add()
         self.items = [(forks[0], 2), (b, 3), (forks[2], 1), (c, 75), (self.empty, 5), (forks[1], 0)]
-        reservation = self.cache._sequences.reserve(self.items)
+        reservation = self.cache._sequences.reserve(self, self.items)
         assert len(reservation.copy_src) == 2, "one copy beside holders that only read, one beside a writer in place"
-        self.cache._sequences.rollback()
+        self.cache._sequences.rollback(self)
         self.before = whole_state(self.cache)
 
     def assert_unchanged(self):

@@ -14,6 +14,8 @@ from sennit.cache.pages import PagePool
 from sennit.cache.sequences import Sequences
 from sennit.errors import CacheCorrupt, InvalidInput, OutOfPages, StepClosed, StepOpen, UnknownSequence
 
+STEP = object()  # the owner of a reservation
+
 
 def make(num_pages=16, page_size=4):
     return Sequences(PagePool(num_pages), page_size)
@@ -27,9 +29,9 @@ def grown(sequences, *lengths):
 
 
 def write(sequences, items):
-    reservation = sequences.reserve(items)
+    reservation = sequences.reserve(STEP, items)
     check_sequences(sequences)
-    sequences.commit()
+    sequences.commit(STEP)
     check_sequences(sequences)
     return reservation
 
@@ -208,7 +210,7 @@ def test_ids_are_never_used_again():
     assert len({a, b, sequences.add()}) == 3
     with pytest.raises(UnknownSequence, match="it was removed, and ids are not used again"):
         sequences.length(a)
-    with pytest.raises(UnknownSequence, match="ids come from add"):
+    with pytest.raises(UnknownSequence, match="ids are integers that come from add"):
         sequences.length(77)
     with pytest.raises(UnknownSequence):
         sequences.length([0])
@@ -233,7 +235,7 @@ def test_out_of_pages_names_the_numbers_and_changes_nothing():
     with pytest.raises(
         OutOfPages, match="9 tokens over 2 sequences needs 4 pages of 4 tokens, 1 of them copies"
     ) as caught:
-        sequences.reserve([(c, 7), (b, 2)])
+        sequences.reserve(STEP, [(c, 7), (b, 2)])
     assert (caught.value.needed, caught.value.free, caught.value.total) == (4, 2, 5)
     assert state(sequences) == before
     write(sequences, [(c, 1), (b, 2)])
@@ -263,7 +265,7 @@ def test_a_bad_batch_is_refused_and_changes_nothing(items, error, text):
     sequences = make()
     a, b = grown(sequences, 6, 3)
     before = state(sequences)
-    for call in (sequences.reserve, sequences.pages_needed):
+    for call in (lambda items: sequences.reserve(STEP, items), sequences.pages_needed):
         with pytest.raises(error, match=text):
             call(items(a, b))
     assert state(sequences) == before
@@ -293,10 +295,10 @@ def test_without_append_nothing_grows():
     (a,) = grown(sequences, 7)
     sequences.fork(a)
     before = state(sequences)
-    reservation = sequences.reserve([(a, 100)], append=False)
+    reservation = sequences.reserve(STEP, [(a, 100)], append=False)
     check_sequences(sequences)
     assert (reservation.q_lens.tolist(), reservation.kv_lens.tolist()) == ([100], [7])
-    sequences.commit()
+    sequences.commit(STEP)
     assert state(sequences) == before
 
 
@@ -306,20 +308,20 @@ def test_rollback_restores_tables_counts_and_the_order_of_the_free_list():
     sequences.remove(gone)
     c, d = sequences.fork(a, 7), sequences.fork(a)
     before = state(sequences)
-    sequences.reserve([(c, 3), (a, 30), (b, 2), (d, 1)])
+    sequences.reserve(STEP, [(c, 3), (a, 30), (b, 2), (d, 1)])
     assert state(sequences) != before
     check_sequences(sequences)
-    sequences.rollback()
+    sequences.rollback(STEP)
     assert state(sequences) == before
     check_sequences(sequences)
-    sequences.rollback()
+    sequences.rollback(STEP)
     assert state(sequences) == before
 
 
 def test_a_step_is_open_until_it_is_committed_or_rolled_back():
     sequences = make()
     (a,) = grown(sequences, 3)
-    sequences.reserve([(a, 2)])
+    sequences.reserve(STEP, [(a, 2)])
     before = state(sequences)
     operations = [
         sequences.add,
@@ -327,7 +329,7 @@ def test_a_step_is_open_until_it_is_committed_or_rolled_back():
         lambda: sequences.fork(a),
         lambda: sequences.trim(a, 1),
         lambda: sequences.remove(a),
-        lambda: sequences.reserve([(a, 1)]),
+        lambda: sequences.reserve(STEP, [(a, 1)]),
         lambda: sequences.pages_needed([(a, 1)]),
     ]
     for operation in operations:
@@ -336,10 +338,111 @@ def test_a_step_is_open_until_it_is_committed_or_rolled_back():
         assert state(sequences) == before
     assert sequences.length(a) == 3
     assert sequences.pages(a).tolist() == [0]
-    sequences.commit()
+    sequences.commit(STEP)
     assert sequences.length(a) == 5
     with pytest.raises(StepClosed):
-        sequences.commit()
+        sequences.commit(STEP)
+
+
+def test_only_the_owner_of_a_reservation_commits_it_or_rolls_it_back():
+    sequences = make()
+    (a,) = grown(sequences, 3)
+    closed, before = sequences.open_step, state(sequences)
+    sequences.reserve(STEP, [(a, 2)])
+    inside = state(sequences)
+    for stranger in (object(), None, a):
+        with pytest.raises(StepClosed):
+            sequences.commit(stranger)
+        sequences.rollback(stranger)
+        assert state(sequences) == inside
+        assert sequences.open_step is not None
+    sequences.rollback(STEP)
+    assert (sequences.open_step, state(sequences)) == (closed, before)
+
+
+class Equal:
+    """Found in a dictionary at the place of a number, and not a number."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __hash__(self):
+        return hash(self.number)
+
+    def __eq__(self, other):
+        return self.number == other
+
+
+@pytest.mark.parametrize(
+    "wrong", [True, np.True_, 1.0, np.float64(1), np.float32(1), 1 + 0j, Equal(1), "1", None, (1,)]
+)
+def test_what_only_equals_an_id_is_not_one(wrong):
+    sequences = make()
+    grown(sequences, 6, 3)
+    before = state(sequences)
+    uses = [
+        lambda: sequences.length(wrong),
+        lambda: sequences.pages(wrong),
+        lambda: sequences.fork(wrong),
+        lambda: sequences.fork(wrong, 0),
+        lambda: sequences.trim(wrong, 0),
+        lambda: sequences.remove(wrong),
+        lambda: sequences.pages_needed([(wrong, 1)]),
+        lambda: sequences.reserve(STEP, [(0, 1), (wrong, 1)]),
+    ]
+    for use in uses:
+        with pytest.raises(UnknownSequence, match="ids are integers that come from add"):
+            use()
+        assert state(sequences) == before
+        assert sequences.open_step is None
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_numpy_integers_are_ids(kind):
+    sequences = make()
+    _, b = grown(sequences, 6, 3)
+    seq = kind(b)
+    assert sequences.length(seq) == 3
+    assert sequences.pages(seq).tolist() == sequences.pages(b).tolist()
+    assert sequences.length(sequences.fork(seq, kind(2))) == 2
+    write(sequences, [(seq, kind(2))])
+    sequences.trim(seq, kind(4))
+    assert sequences.length(b) == 4
+    sequences.remove(seq)
+    with pytest.raises(UnknownSequence, match="it was removed"):
+        sequences.length(seq)
+
+
+def test_items_that_open_a_step_while_they_are_read_are_refused():
+    """What the items' own code does happens before it is looked at whether a step is open."""
+    sequences = make()
+    a, b = grown(sequences, 3, 2)
+
+    def items():
+        sequences.reserve(STEP, [(b, 5)])
+        yield a, 2
+
+    for use in (lambda: sequences.reserve(object(), items()), lambda: sequences.pages_needed(items())):
+        with pytest.raises(StepOpen):
+            use()
+        check_sequences(sequences)
+        sequences.commit(STEP)
+    assert (sequences.length(a), sequences.length(b)) == (3, 12)
+
+
+def test_items_may_change_the_cache_while_they_are_read():
+    sequences = make()
+    (a,) = grown(sequences, 9)
+
+    def items():
+        sequences.trim(a, 1)
+        for _ in range(20):
+            sequences.add()
+        yield a, 4
+
+    write(sequences, items())
+    assert sequences.length(a) == 5
+    assert len(sequences.pages(a)) == 2
 
 
 @pytest.mark.parametrize("length", [-1, 7, 1.5, True, None, "2"])
@@ -386,13 +489,13 @@ def test_marked_cells_bring_a_mirror_up_to_date_after_any_operations():
         elif ids:
             batch = rng.choice(ids, size=int(rng.integers(min(len(ids), 5) + 1)), replace=False)
             try:
-                sequences.reserve([(int(seq), int(rng.integers(5))) for seq in batch])
+                sequences.reserve(STEP, [(int(seq), int(rng.integers(5))) for seq in batch])
             except OutOfPages:
                 sequences.remove(ids[0])
                 continue
             if rng.random() < 0.7:
                 device = mirror(sequences, device)
-            sequences.commit() if rng.random() < 0.6 else sequences.rollback()
+            sequences.commit(STEP) if rng.random() < 0.6 else sequences.rollback(STEP)
         if rng.random() < 0.6:
             device = mirror(sequences, device)
             for seq, slot in sequences.slots.items():
@@ -427,6 +530,6 @@ def test_check_finds_a_step_that_writes_into_a_shared_page(monkeypatch):
     sequences = make()
     (a,) = grown(sequences, 6)
     sequences.fork(a)
-    sequences.reserve([(a, 1)])
+    sequences.reserve(STEP, [(a, 1)])
     with pytest.raises(CacheCorrupt, match="which other tables hold too"):
         check_sequences(sequences)

@@ -67,10 +67,11 @@ def read_keys(
 
 def new_slots(launch: Append, segment: Segment) -> torch.Tensor:
     """Slot ``page * page_size + offset`` of each new token of a segment, int64 ``[q_len]``; -1: not stored."""
-    if launch.slots is not None:
-        return launch.slots[segment.q_start : segment.q_start + segment.q_len]
     table = launch.page_table
     position = segment.exact_len - segment.q_len + torch.arange(segment.q_len, device=table.device)
+    if launch.slots is not None:
+        slots = launch.slots[segment.q_start : segment.q_start + segment.q_len]
+        return torch.where(position >= 0, slots, -1)
     if not len(table):
         return torch.full_like(position, -1)
     # A row without a position may belong to a request without entries, at the end of the table.

@@ -1,0 +1,188 @@
+"""Wrong use that is easy to fall into: memory shared or borrowed, autocast, other processes, sizes that overflow."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import sennit
+from sennit.check.problems import make_problem
+from sennit.plan.cost import KernelConfig, Strand
+from sennit.plan.plan import make_plan
+
+SPEC = sennit.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+BACKENDS = ["reference", "reference-items"]
+
+
+def setup(backend="reference", spec=SPEC, kv_lens=(9, 5), q_lens=(3, 1)):
+    problem = make_problem(np.random.default_rng(0), spec, list(q_lens), list(kv_lens), page_size=4)
+    attn = sennit.BatchAttention(spec, page_size=4, device="cpu", backend=backend)
+    return problem, attn, attn.plan(problem.batch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_around_the_call_changes_no_bit(backend):
+    problem, attn, plan = setup(backend)
+    expected = attn.run(plan, problem.q, problem.kv, sm_scale=0.3, return_lse=True)
+    states = [expected, expected]
+    merged = sennit.merge_states(states)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = attn.run(plan, problem.q, problem.kv, sm_scale=0.3, return_lse=True)
+        merged_in_autocast = sennit.merge_states(states)
+    for a, b in zip((*got, *merged_in_autocast), (*expected, *merged), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_slot_mapping_does_not_store_rows_without_a_position(backend):
+    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu", backend=backend)
+    pools = torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8)
+    batch = sennit.Batch.csr(qo_indptr=[0, 3], kv_lens=[1], kv_indptr=[0, 1], kv_indices=[0], slot_mapping=[8, 9, 5])
+    attn.append(attn.plan(batch), torch.ones(3, 2, 8), torch.ones(3, 2, 8), pools)
+    assert pools[0].flatten(0, 1).any(dim=2).any(dim=1).nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize("combine", ["sum", "max"])
+def test_every_item_has_one_worker_whatever_the_cost_model_says(combine):
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+
+        def times():
+            return dict(
+                zip(
+                    ("item_time", "compute_time", "memory_time", "split_time"),
+                    rng.choice([0.01, 0.5, 3, 40], 4),
+                    strict=True,
+                )
+            )
+
+        strands = Strand("wide", 8, 4, **times()), Strand("narrow", 4, 4, **times())
+        config = KernelConfig("c", strands[: int(rng.integers(1, 3))], int(rng.choice([1, 2, 7, 132])), combine)
+        text = " + ".join(f"{rng.integers(0, 9)}@{rng.integers(0, 60)}" for _ in range(rng.integers(1, 6)))
+        plan = make_plan(
+            sennit.Batch.parse(text, page_size=4), spec=SPEC, owner="", backend="", configs=(config,), page_size=4,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        indptr = plan.schedule.worker_indptr.ravel()
+        assert (np.diff(indptr) >= 0).all()
+        assert (indptr[0], indptr[-1]) == (0, plan.schedule.num_items)
+
+
+def refused(call, *words, error=sennit.InvalidInput):
+    with pytest.raises(error) as raised:
+        call()
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_memory_that_elements_or_arguments_share_is_not_written():
+    problem, attn, plan = setup()
+    k, v = problem.kv
+    rows = torch.ones(4, 2, 8)
+    refused(lambda: attn.append(plan, rows, rows, (k, k)), "kv_pages: v", "memory of its own", "keys")
+    expanded = torch.zeros(1, 4, 2, 8).expand(len(k), 4, 2, 8)
+    refused(lambda: attn.append(plan, rows, rows, (k, expanded)), "kv_pages: v", "strides (0, ")
+    refused(lambda: attn.append(plan, k[0], rows, (k, v)), "kv_pages: k", "memory of k")
+    refused(
+        lambda: attn.run(plan, problem.q, problem.kv, sm_scale=1.0, out=torch.zeros(1, 4, 8).expand(4, 4, 8)),
+        "out", "strides (0, ",
+    )  # fmt: skip
+    both = torch.zeros(5, 4, 8)
+    refused(lambda: attn.run(plan, both[:4], problem.kv, sm_scale=1.0, out=both[1:]), "out", "memory of q")
+    refused(lambda: attn.run(plan, both[:4], problem.kv, sm_scale=1.0, out=both[:4]), "out", "memory of q")
+
+
+def test_interleaved_views_given_as_a_pair_are_not_taken_for_shared_memory():
+    _, attn, plan = setup()
+    pool = torch.zeros(9, 2, 4, 2, 8)
+    attn.append(plan, torch.ones(4, 2, 8), torch.ones(4, 2, 8), (pool[:, 0], pool[:, 1]))
+    assert pool.any()
+
+
+def test_tensors_of_inference_mode_are_refused_outside_before_anything_is_written():
+    problem, attn, plan = setup()
+    with torch.inference_mode():
+        borrowed = torch.zeros_like(problem.kv[1])
+    k = torch.zeros_like(problem.kv[0])
+    refused(lambda: attn.append(plan, torch.ones(4, 2, 8), torch.ones(4, 2, 8), (k, borrowed)), "inference_mode")
+    assert not k.any()
+    with torch.inference_mode():
+        attn.append(plan, torch.ones(4, 2, 8), torch.ones(4, 2, 8), (k, borrowed))
+
+
+def test_page_copies_whose_result_would_depend_on_their_order_are_refused():
+    problem, attn, _ = setup()
+    refused(lambda: attn.copy_pages([0, 1], [2, 2], problem.kv), "target", "different pages", "[2, 2]")
+    refused(lambda: attn.copy_pages([0, 1], [1, 2], problem.kv), "target", "none of them a source", "[1, 2]")
+    wrong = torch.zeros(5, 8, 2, 8), torch.zeros(5, 8, 2, 8)
+    refused(lambda: attn.copy_pages([0], [1], wrong), "kv_pages", "(8, 2)", error=sennit.PlanMismatch)
+
+
+def test_a_compiled_layer_takes_any_number_as_scale():
+    problem, attn, plan = setup()
+    with torch.inference_mode():
+        layer = torch.compile(
+            lambda plan, q, kv, scale: attn.run(plan, q, kv, sm_scale=scale), backend="aot_eager", fullgraph=True
+        )
+        for scale in (1.0, 0.5, 0.25, 2):
+            expected = attn.run(plan, problem.q, problem.kv, sm_scale=scale)
+            torch.testing.assert_close(layer(plan, problem.q, problem.kv, scale), expected)
+
+
+def test_numpy_scalars_serve_as_numbers():
+    attn = sennit.BatchAttention(SPEC, page_size=np.int64(4), device="cpu")
+    problem, _, _ = setup()
+    plan = attn.plan(problem.batch, split_size=np.int32(8))
+    out = attn.run(plan, problem.q, problem.kv, sm_scale=np.float32(0.5))
+    torch.testing.assert_close(out, attn.run(plan, problem.q, problem.kv, sm_scale=0.5))
+
+
+def test_a_plan_made_in_another_process_runs():
+    code = """
+import pickle, sys, numpy as np, torch, sennit
+spec = sennit.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+attn = sennit.BatchAttention(spec, page_size=4, device="cpu", backend="reference-items")
+sys.stdout.buffer.write(pickle.dumps(attn.plan(sennit.Batch.parse("3@9 + 1@5", page_size=4))))
+"""
+    plan = pickle.loads(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
+    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu", backend="reference-items")
+    pools = torch.randn(5, 4, 2, 8), torch.randn(5, 4, 2, 8)
+    q = torch.randn(4, 4, 8)
+    own = attn.plan(sennit.Batch.parse("3@9 + 1@5", page_size=4))
+    object.__setattr__(plan, "key", plan.key)
+    torch.testing.assert_close(attn.run(plan, q, pools, sm_scale=1.0), attn.run(own, q, pools, sm_scale=1.0))
+    stranger = dataclasses.replace(plan, key="nobody/knows/it").tensors
+    arguments = (stranger.host, stranger.device, stranger.page_table, stranger.stamp, None)
+    refused(
+        lambda: torch.ops.sennit.attend("nobody", q, *pools, torch.empty(4, 4, 8), None, *arguments, 1.0, True),
+        "key", "nobody",
+    )  # fmt: skip
+
+
+def test_sizes_that_overflow_32_bits_are_typed_errors():
+    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu")
+    slots = sennit.Batch.csr(qo_indptr=[0, 1], kv_lens=[1], kv_indptr=[0, 1], kv_indices=[0], slot_mapping=[2**40])
+    refused(lambda: attn.plan(slots), "at most 2147483647", str(2**38))
+    refused(lambda: sennit.BatchAttention(SPEC, page_size=2**63, device="cpu"), "page_size", "2147483647")
+    refused(lambda: attn.plan(sennit.Batch.parse("1@9", page_size=4), split_size=2**63), "split_size", "2147483647")
+    refused(lambda: attn.buffers(max_requests=2**40, max_tokens=1, max_pages=1), "max_requests", "2147483647")
+    many = SPEC.replace(num_qo_heads=64, num_kv_heads=64)
+    partial = sennit.BatchAttention(many, page_size=64, device="cpu")
+    refused(
+        lambda: partial.plan(sennit.Batch.parse("64@1048576", page_size=64), split_size=1), "partial rows", "split_size"
+    )
+
+
+def test_buffers_and_backends_of_the_wrong_kind_are_named():
+    problem, attn, _ = setup()
+    refused(lambda: attn.plan(problem.batch, into=5), "into", "BatchAttention.buffers", "int")
+    refused(lambda: sennit.BatchAttention(SPEC, page_size=4, backend=["reference"]), "backend", "a name", "list")
+    refused(lambda: attn.run(attn.plan(problem.batch), problem.q.to_sparse(), problem.kv, sm_scale=1.0), "q", "dense")
+    slots = sennit.Batch.csr(qo_indptr=[0, 1], kv_lens=[1], kv_indptr=[0, 1], kv_indices=[0], slot_mapping=[0])
+    buffers = attn.buffers(max_requests=2, max_tokens=2, max_pages=2)
+    refused(lambda: attn.plan(slots, into=buffers), "slot_mapping", "device", error=sennit.UnsupportedFeature)
