@@ -209,11 +209,13 @@ def balance(line: Line) -> Int64Array:
     rows = [(0, len(line))] if together else list(pairwise(blocks))
     times = [(float(line.time_start[first]), float(line.time_start[last])) for first, last in rows]
     cuts = np.empty((len(rows), workers + 1), np.int64)
-    for cut, (first, last) in zip(cuts, rows, strict=True):
-        cut[0], cut[-1] = line.unit_start[first], line.unit_start[last]
+    used = [row for row, (first, last) in enumerate(rows) if first < last]
     # Where one row holds both strands, the second one's times stand for both.
-    wanted = [_equal_shares(line, 1 if together else strand, *span) for strand, span in enumerate(times)]
-    cuts[:, 1:-1] = line.unit_at(np.concatenate(wanted)).reshape(len(rows), -1)
+    wanted = [_equal_shares(line, 1 if together else row, *times[row]) for row in used]
+    found = line.unit_at(np.concatenate(wanted)).reshape(len(used), -1)
+    for row, (first, last) in enumerate(rows):
+        cuts[row, 0], cuts[row, -1] = line.unit_start[first], line.unit_start[last]
+        cuts[row, 1:-1] = found[used.index(row)] if row in used else cuts[row, 0]
     shares = [(end - start) / workers for start, end in times]
     for cut, share in zip(cuts, shares, strict=True):
         # Beside a fuller strand nothing is gained by it.

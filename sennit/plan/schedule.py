@@ -130,7 +130,7 @@ def _schedule(line: Line, cuts: Int64Array) -> Schedule:
         cuts                      |                  |
         items      |         |    |    |         |   |      |
     """
-    inner = cuts[:, 1:-1].ravel()
+    inner = np.concatenate([row[1:-1] for row in cuts if row[0] < row[-1]])
     divided = line.block_at(inner)
     units = line.head_units[divided]
     within = (inner - line.unit_start[divided]) % units
