@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,11 +76,12 @@ def _read_prompts(prompts: list[str], file: Path | None) -> list[str]:
     """Prompts of the command line, then those of the file; or all of standard input where it is piped."""
     try:
         if file is not None:
-            lines = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8-sig")
-            prompts += [line for line in lines.splitlines() if line.strip()]
+            text = _piped_text() if str(file) == "-" else file.read_text("utf-8-sig")
+            lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # splitlines() cuts at other signs too
+            prompts += [line for line in lines if line.strip()]
             if not prompts:
                 fail(f"{file}: expected a prompt a line, got no line that is not blank")
-        elif not prompts and not sys.stdin.isatty() and (piped := sys.stdin.read().strip()):
+        elif not prompts and sys.stdin and not sys.stdin.isatty() and (piped := _piped_text().strip()):
             prompts = [piped]
     except UnicodeDecodeError as error:
         fail(f"{file or 'standard input'}: expected text in UTF-8, got {error.object[error.start : error.start + 1]!r}")
@@ -90,6 +92,10 @@ def _read_prompts(prompts: list[str], file: Path | None) -> list[str]:
     if not prompts:
         fail("no prompt: give one (\"sennit generate 'What is a braid?'\"), or --file, or pipe one in")
     return prompts
+
+
+def _piped_text() -> str:
+    return sys.stdin.buffer.read().decode("utf-8-sig") if sys.stdin else ""
 
 
 def _load(model: str | None, device: str | None, dtype: Dtype) -> tuple[Any, Any]:
@@ -107,7 +113,7 @@ def _load(model: str | None, device: str | None, dtype: Dtype) -> tuple[Any, Any
         fail(str(error))
     # Fetching, here or from the hub, draws its own progress.
     source = str(smollm2.ensure()) if model is None else model
-    shown = Path(source).expanduser().exists()
+    shown = os.path.exists(os.path.expanduser(source))
     with working(f"Loading {model or smollm2.NAME} ...", shown=shown), _no_collection():
         return loading.load(source, dtype=wanted, device=target)
 
@@ -130,14 +136,15 @@ def _events(loaded: tuple[Any, Any], prompts: list[str], max_new_tokens: int, ra
 
 def _stream_one(loaded: tuple[Any, Any], prompt: str, max_new_tokens: int, raw: bool) -> None:
     """Print the text of one prompt as it comes."""
-    shown = not sys.stdout.isatty()  # on a terminal the text itself shows how far it is
+    shown = not (sys.stdout and sys.stdout.isatty())  # on a terminal the text itself shows how far it is
     with _events(loaded, [prompt], max_new_tokens, raw) as events, _progress(1, max_new_tokens, shown) as advance:
         try:
             for event in events:
                 typer.echo(event.text, nl=False)
                 advance(event)
         finally:
-            typer.echo()  # also after Ctrl-C: what is printed next begins a line
+            with suppress(OSError):
+                typer.echo()  # also after Ctrl-C: what is printed next begins a line
 
 
 def _run_all(loaded: tuple[Any, Any], prompts: list[str], max_new_tokens: int, raw: bool) -> list[Completion]:

@@ -40,6 +40,10 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except SennitError as error:
             fail(str(error))
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            fail(f"{error.filename or 'output'}: {error.strerror or error}")
         except MemoryError:
             fail("this machine has too little memory for that")
         except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from sennit.hf.greedy import check_greedy, stop_tokens
 from sennit.hf.models import layer_specs, model_device, vocab_size
 from sennit.hf.prompts import Prompt, encode
 from sennit.hf.queue import RequestQueue
-from sennit.hf.requests import Event, Request
+from sennit.hf.requests import Event, NewToken, Request
 from sennit.hf.sharing import SharedSequences
 from sennit.hf.sizing import default_tokens, positive
 from sennit.hf.stats import BatcherStats
@@ -111,6 +112,7 @@ class Batcher:
             max_batch_tokens=max_batch_tokens,
             max_requests=max_requests,
         )
+        self._untold: deque[NewToken] = deque()
         self._next_id = 0
         self._closed = False
         self._steps = self._tokens_computed = self._tokens_generated = 0
@@ -162,10 +164,11 @@ class Batcher:
             InvalidInput: no such request was submitted.
         """
         self._check_open()
-        if not isinstance(request, int) or not 0 <= request < self._next_id:
+        if not isinstance(request, int) or isinstance(request, bool) or not 0 <= request < self._next_id:
             raise InvalidInput(
                 "request", expected=f"an id that submit returned ({self._next_id} so far, from 0)", got=repr(request)
             )
+        self._tell()
         found = self._queue.find(request)
         if found is None:
             return False
@@ -176,12 +179,15 @@ class Batcher:
         """Run one packed forward pass and return what happened, ends of cancelled requests first.
 
         Without anything to do there are no events. When the forward pass raises, no request has changed: the same
-        step can be tried again.
+        step can be tried again. When decoding raises, the next step tells what this one could not.
         """
         self._check_open()
+        self._tell()
         chunks = self._queue.schedule()
-        new = self._compute(chunks) if chunks else []
-        events, self._queue.ended = self._queue.ended + new, []
+        if chunks:
+            self._compute(chunks)
+        self._tell()
+        events, self._queue.ended = self._queue.ended, []
         if not chunks and not events and self.has_work:
             raise SennitError(f"no request can proceed: {self.stats()}; this is a bug in Sennit")
         return events
@@ -189,7 +195,7 @@ class Batcher:
     @property
     def has_work(self) -> bool:
         """Whether a request runs or waits, or an end has not been reported yet."""
-        return bool(len(self._queue) or self._queue.ended)
+        return bool(len(self._queue) or self._queue.ended or self._untold)
 
     def stats(self) -> BatcherStats:
         """Return counters since the start, and what the batcher holds now."""
@@ -214,6 +220,7 @@ class Batcher:
             self._queue.running.clear()
             self._queue.waiting.clear()
             self._queue.ended.clear()
+            self._untold.clear()
             self._sequences.clear()
 
     def __enter__(self) -> Batcher:
@@ -222,7 +229,7 @@ class Batcher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _compute(self, chunks: list[tuple[Request, int]]) -> list[Event]:
+    def _compute(self, chunks: list[tuple[Request, int]]) -> None:
         """Run the model over these chunks, and give every request whose known tokens are all computed its next one."""
         ids: list[int] = []
         rows: list[int] = []
@@ -240,13 +247,18 @@ class Batcher:
         self._tokens_generated += len(complete)
         for request, count in chunks:
             self._queue.computed(request, count)
-        events = []
         for i, request in enumerate(complete):
             chance = chances[i] if chances is not None and request.wants_logprobs else None
-            events.append(request.take(tokens[i], chance))
-            if events[-1].completion is not None:
+            self._untold.append(request.take(tokens[i], chance))
+            if self._untold[-1].reason is not None:
                 self._queue.end(request)
-        return events
+
+    def _tell(self) -> None:
+        """Turn new tokens into events. A tokenizer that raises loses nothing: what is left stays for the next call."""
+        while self._untold:
+            event = self._untold[0].event()
+            self._untold.popleft()
+            self._queue.ended.append(event)
 
     def _check_open(self) -> None:
         if self._closed:

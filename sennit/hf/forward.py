@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from sennit.errors import SennitError
 from sennit.hf.attention import NAME
 
 __all__ = ["PackedForward"]
+
+NOT_A_NUMBER = -1  # in place of a token
 
 
 class PackedForward:
@@ -51,12 +54,22 @@ class PackedForward:
                 return_dict=True,
                 sennit_step=step,
             ).logits[0]
-            tokens = logits.argmax(dim=-1)
+            best, tokens = logits.max(dim=-1)
+            tokens = tokens.masked_fill(best.isnan(), NOT_A_NUMBER)
             if not logprobs:
-                return tokens.tolist(), None
+                return _checked(tokens.tolist()), None
             wide = logits if logits.dtype == torch.float64 else logits.float()
-            chosen = torch.log_softmax(wide, dim=-1).gather(1, tokens[:, None])[:, 0]
-            return tokens.tolist(), chosen.tolist()
+            chosen = torch.log_softmax(wide, dim=-1).gather(1, tokens.clamp(min=0)[:, None])[:, 0]
+            return _checked(tokens.tolist()), chosen.tolist()
+
+
+def _checked(tokens: list[int]) -> list[int]:
+    if NOT_A_NUMBER in tokens:
+        raise SennitError(
+            "model: expected logits, got NaN; its weights hold NaN, or numbers overflow in its dtype (try bfloat16 or "
+            "float32)"
+        )
+    return tokens
 
 
 @contextmanager

@@ -28,6 +28,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "exponential_decay_length_penalty": (None,),
     "watermarking_config": (None,),
     "stop_strings": (None,),
+    "token_healing": (None, False),
+    "penalty_alpha": (None,),
+    "dola_layers": (None,),
+    "force_words_ids": (None,),
+    "constraints": (None,),
 }
 
 

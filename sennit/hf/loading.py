@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sennit.device import resolve_device
 from sennit.errors import InvalidInput, ModelNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def load(
         UnsupportedModel: transformers itself does not know the architecture, or it is not a causal language model.
         FetchFailed: the default model could not be fetched.
     """
-    target = _checked_device(device)
+    target = resolve_device(device or "cpu")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise InvalidInput("dtype", expected="a torch.dtype or None", got=repr(dtype))
     source, local = _resolve(model)
@@ -57,16 +59,6 @@ def load(
         config, tokenizer = _config_and_tokenizer(source, local)
         loaded = _model(source, local, config, dtype)
     return loaded.to(target), tokenizer
-
-
-def _checked_device(device: str | torch.device | None) -> torch.device:
-    try:
-        target = torch.device(device or "cpu")
-    except (RuntimeError, TypeError) as error:
-        raise InvalidInput("device", expected="a torch device such as 'cuda' or 'cpu'", got=repr(device)) from error
-    if target.type == "cuda" and (target.index or 0) >= (count := torch.cuda.device_count()):
-        raise InvalidInput("device", expected=f"one of {count} CUDA devices", got=str(target), hint="use 'cpu'")
-    return target
 
 
 def _resolve(model: str | Path | None) -> tuple[str, bool]:
@@ -78,7 +70,7 @@ def _resolve(model: str | Path | None) -> tuple[str, bool]:
     if not str(model).strip():
         raise InvalidInput("model", expected="a folder, a hub id or None", got=repr(model))
     folder = Path(os.path.expanduser(model))
-    if folder.exists():
+    if os.path.exists(folder):  # unlike Path.exists, False for a name that no file system takes
         _check_folder(folder)
         return str(folder), True
     if isinstance(model, Path) or not HUB_ID.fullmatch(model):
@@ -107,15 +99,20 @@ def _check_folder(folder: Path) -> None:
 
 
 def _config_and_tokenizer(source: str, local: bool) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     options = {"local_files_only": local, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(source, **options)
     except OSError as error:
         raise _not_found(source, local, error) from error
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # a wrong value in it raises whatever first trips over it
         raise UnsupportedModel(f"{source}: transformers cannot read its configuration: {_reason(error)}") from error
+    if local and (Path(source) / "generation_config.json").is_file():
+        try:  # the model's own loader would leave a damaged one out, and its stop tokens with it
+            GenerationConfig.from_pretrained(source)
+        except Exception as error:
+            raise _not_found(source, local, error, what="its generation_config.json cannot be read: ") from error
     try:
         return config, AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # tokenizers raises bare Exception for a file that it cannot read
@@ -137,12 +134,18 @@ def _model(source: str, local: bool, config: Any, dtype: torch.dtype | None) -> 
         )
     except (OSError, SafetensorError) as error:
         raise _not_found(source, local, error, what="its weights cannot be read: ") from error
-    except (ValueError, ImportError) as error:
+    except RuntimeError as error:
+        raise ModelNotFound(f"{source}: its weights do not fit its configuration: {_reason(error)}") from error
+    except Exception as error:  # a wrong value in the configuration raises whatever first trips over it
         raise UnsupportedModel(f"{source}: transformers cannot load it: {_reason(error)}") from error
     # transformers fills these with random numbers and only logs it.
     if absent := sorted(info["missing_keys"]):
         raise ModelNotFound(
             f"{source}: {len(absent)} of its weights are in no file, {absent[0]} first; save or fetch the model again"
+        )
+    if unused := sorted(info["unexpected_keys"]):
+        warnings.warn(
+            f"{source}: {len(unused)} of its weights are not used by its configuration, {unused[0]} first", stacklevel=3
         )
     return loaded
 

@@ -38,7 +38,7 @@ def encode(prompt: Prompt, tokenizer: Any | None, *, raw: bool, vocab_size: int,
     [3, 1, 2]
     """
     if isinstance(prompt, str):
-        ids = _encode_text(prompt, _needed(tokenizer, argument), raw=raw)
+        ids = _encode_text(prompt, _needed(tokenizer, argument), raw=raw, argument=argument)
     elif _is_messages(prompt):
         ids = _encode_messages(prompt, _needed(tokenizer, argument), raw=raw, argument=argument)
     elif _is_ids(prompt):
@@ -72,10 +72,14 @@ def check_prompts(prompts: Any) -> list[Prompt]:
     return listed
 
 
-def _encode_text(text: str, tokenizer: Any, *, raw: bool) -> list[int]:
+def _encode_text(text: str, tokenizer: Any, *, raw: bool, argument: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(argument, expected="text that UTF-8 can hold", got=repr(text[error.start])) from None
     if raw or not getattr(tokenizer, "chat_template", None):
         return [int(i) for i in tokenizer(text)["input_ids"]]
-    return _apply_template([{"role": "user", "content": text}], tokenizer)
+    return _apply_template([{"role": "user", "content": text}], tokenizer, argument)
 
 
 def _encode_messages(messages: Any, tokenizer: Any, *, raw: bool, argument: str) -> list[int]:
@@ -93,13 +97,22 @@ def _encode_messages(messages: Any, tokenizer: Any, *, raw: bool, argument: str)
     for i, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InvalidInput(
-                f"{argument}[{i}]", expected="a message with 'role' and 'content'", got=f"keys {sorted(message)}"
+                f"{argument}[{i}]",
+                expected="a message with 'role' and 'content'",
+                got=f"keys {sorted(map(str, message))}",
             )
-    return _apply_template([dict(m) for m in messages], tokenizer)
+    return _apply_template([dict(m) for m in messages], tokenizer, argument)
 
 
-def _apply_template(messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+def _apply_template(messages: list[dict[str, Any]], tokenizer: Any, argument: str) -> list[int]:
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates are programs, and raise what they like
+        raise InvalidInput(
+            argument,
+            expected="messages that the tokenizer's chat template accepts",
+            got=f"{type(error).__name__}: {error}",
+        ) from error
     # The template has written the special tokens already.
     return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
@@ -117,7 +130,11 @@ def _is_messages(prompt: Any) -> bool:
 
 
 def _is_ids(prompt: Any) -> bool:
-    if isinstance(prompt, (str, bytes, Mapping)) or not hasattr(prompt, "__len__") or not hasattr(prompt, "__iter__"):
+    if (
+        isinstance(prompt, (str, bytes, bytearray, Mapping))
+        or not hasattr(prompt, "__len__")
+        or not hasattr(prompt, "__iter__")
+    ):
         return False
     if getattr(prompt, "ndim", 1) != 1:
         return False

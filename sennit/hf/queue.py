@@ -24,7 +24,7 @@ class RequestQueue:
         self._max_batch_tokens, self._max_requests = max_batch_tokens, max_requests
         self.running: list[Request] = []  # in the order in which they started
         self.waiting: deque[Request] = deque()
-        self.ended: list[Event] = []  # ends without a new token that nobody has been told about
+        self.ended: list[Event] = []  # events that nobody has been told about
         self.preemptions = self.prompts_chunked = 0
 
     def __len__(self) -> int:

@@ -99,26 +99,47 @@ class Request:
         """Tokens that are known and not in the cache yet."""
         return len(self.tokens) - self.cached
 
-    def take(self, token: int, logprob: float | None) -> Event:
-        """Add a generated token, with its log-probability where that was asked for, and return its event."""
+    def take(self, token: int, logprob: float | None) -> NewToken:
+        """Add a generated token, with its log-probability where that was asked for; nothing is decoded yet."""
         self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
-        text = self.stream.push(token)
         reason: FinishReason | None = None
         if token in self.stop:
             reason = "stop"
         elif len(self.tokens) - self.num_prompt_tokens == self.max_new_tokens:
             reason = "length"
-        if reason is None:
-            return Event(self.id, token, text, logprob)
-        text += self.stream.finish()
-        return Event(self.id, token, text, logprob, self._completion(reason))
+        return NewToken(self, token, logprob, reason)
 
     def end(self, reason: FinishReason) -> Event:
         """Return the event of a request that ends without a new token."""
-        return Event(self.id, None, self.stream.finish(), None, self._completion(reason))
+        return Event(self.id, None, self.stream.finish(), None, self.completion(reason))
 
-    def _completion(self, reason: FinishReason) -> Completion:
+    def completion(self, reason: FinishReason) -> Completion:
+        """What the caller gets in the end."""
         logprobs = list(self.logprobs) if self.wants_logprobs else None
         return Completion(self.stream.text, self.generated, reason, logprobs, self.num_prompt_tokens)
+
+
+@dataclass(eq=False)
+class NewToken:
+    """A token that a request has, and that its caller has not been told of.
+
+    Decoding is a tokenizer's code, which may raise or be interrupted: :meth:`event` can then be tried again.
+    """
+
+    request: Request
+    token: int
+    logprob: float | None
+    reason: FinishReason | None
+    text: str | None = None  # what has become complete with the token
+
+    def event(self) -> Event:
+        """Decode the token and return its event, the request's last one with its completion."""
+        stream = self.request.stream
+        if self.text is None:
+            self.text = stream.push(self.token)
+        if self.reason is None:
+            return Event(self.request.id, self.token, self.text, self.logprob)
+        text = self.text + stream.finish()
+        return Event(self.request.id, self.token, text, self.logprob, self.request.completion(self.reason))

@@ -33,10 +33,11 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Add a token; return the text that has become complete with it, often empty."""
-        self._ids.append(token)
         if self._tokenizer is None:
             return ""
-        known, longer = self._decode(self._window, self._told), self._decode(self._window, len(self._ids))
+        ids = [*self._ids[self._window :], token]
+        known, longer = self._text(ids[: self._told - self._window]), self._text(ids)
+        self._ids.append(token)  # last, so that a token whose decoding fails can be pushed again
         if len(longer) <= len(known) or longer.endswith(REPLACEMENT):
             return ""
         self._window, self._told = self._told, len(self._ids)
@@ -59,5 +60,8 @@ class TextStream:
         return piece
 
     def _decode(self, start: int, stop: int) -> str:
+        return self._text(self._ids[start:stop])
+
+    def _text(self, ids: list[int]) -> str:
         assert self._tokenizer is not None
-        return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))

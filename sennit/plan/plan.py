@@ -123,6 +123,8 @@ def make_plan(
         split_size: keys of a fixed chunk.
         into: buffers of fixed capacity.
     """
+    if split_size is not None and not 1 <= split_size <= INT32_MAX:
+        raise InvalidInput("split_size", expected=f"from 1 to {INT32_MAX} keys", got=split_size)
     needed = batch.pages_needed(page_size) if page_size is not None else None
     segments = from_batch(batch, needed=needed, causal=causal)
     fixed = split_size is not None or into is not None
