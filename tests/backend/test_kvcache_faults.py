@@ -56,14 +56,6 @@ class Scene:
         self.twin.assert_agrees()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def fail(monkeypatch, owner, name, *, call=0, after=False, error=Fault):
     """Make ``owner.name`` raise at its ``call``-th call, before or after doing its work."""
     original, calls = getattr(owner, name), iter(range(10**6))

@@ -10,15 +10,6 @@ from kvcache_twin import Fault, Twin, gqa_spec, host_state, make_cache, mla_spec
 from sennit.errors import IncompleteStep, InvalidInput, OutOfPages, UnknownSequence
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors of a few numbers only lose by threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class RandomUse:
     """Draws operations, does them on both sides, and compares."""
 

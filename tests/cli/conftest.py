@@ -10,15 +10,6 @@ from sennit.backends import registry
 from sennit.cli import app
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small lose far more time to threads than they gain."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def sennit():
     """Run the command line in this process: ``sennit("plan", "1@1", width=80)``."""
