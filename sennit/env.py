@@ -11,7 +11,7 @@ __all__ = ["cache_dir", "debug", "model_dir"]
 def cache_dir() -> Path:
     """Folder for everything that Sennit keeps between runs; ``SENNIT_CACHE_DIR`` moves it. Not created here."""
     if override := os.environ.get("SENNIT_CACHE_DIR"):
-        return Path(override)
+        return Path(override).expanduser()
     from platformdirs import user_cache_path
 
     return user_cache_path("sennit", appauthor=False)
