@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ CROWDED: dict[str, Any] = {"num_tokens": 1400, "page_size": 8, "max_batch_tokens
 @pytest.mark.model
 def test_smollm2_gives_the_tokens_of_each_prompt_alone_wherever_they_are_not_a_near_tie() -> None:
     """In float32 two right computations may differ where the two most probable tokens are as good as equal."""
-    torch.set_num_threads(os.cpu_count() or 1)
     model, tokenizer = load(None, dtype=torch.float32)
     model.eval()
     prompts = smollm2_prompts(tokenizer)
