@@ -150,7 +150,7 @@ class BatchAttention:
                 self._check_device(name, tensor)
         page_size = self.page_size if batch.pages is not None else None
         features = plan_features(batch, split_size=split_size, into=into)
-        owner = self._owner if page_size is not None else f"{self.spec.key}/packed/{self.device}"
+        owner = self._owner_of(page_size)
         if into is not None and into.owner != owner:
             raise InvalidInput("into", expected=f"buffers of this BatchAttention ({owner})", got=into.owner)
         backend = registry.choose(self._tried if into is None else (into.backend,), self.spec, features, self.device)
@@ -364,11 +364,15 @@ class BatchAttention:
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
             raise InvalidInput("plan", expected="a Plan from BatchAttention.plan", got=type(plan).__name__)
-        expected = self._owner if plan.page_size is not None else f"{self.spec.key}/packed/{self.device}"
+        expected = self._owner_of(plan.page_size)
         if plan.owner != expected:
             raise PlanMismatch("plan", expected=f"one made for {expected}", got=plan.owner)
         if not torch.compiler.is_compiling() and not ops.registered(plan.key):  # it was planned in another process
             self._register(plan)
+
+    def _owner_of(self, page_size: int | None) -> str:
+        """What plans and buffers of this object are marked with; plans over packed keys have no page size."""
+        return self._owner if page_size is not None else f"{self.spec.key}/packed/{self.device}"
 
     def _register(self, plan: Plan) -> None:
         operator = ops.Operator(self.spec, plan.page_size, self.kv_layout, plan.backend, plan.config)

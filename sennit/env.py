@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_dir", "debug", "model_dir"]
+__all__ = ["cache_dir", "debug", "folder_size", "model_dir"]
 
 
 def cache_dir() -> Path:
@@ -15,6 +15,18 @@ def cache_dir() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("sennit", appauthor=False)
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files in a folder, while others may add, rename and delete some."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:  # renamed or deleted meanwhile
+                continue
+    return total
 
 
 def debug() -> bool:

@@ -130,22 +130,11 @@ def _examine(name: str, device: Any) -> tuple[bool, str]:
 
 
 def _cache() -> list[dict[str, Any]]:
-    from sennit.env import cache_dir
+    from sennit.env import cache_dir, folder_size
 
     root = cache_dir()
     inside = sorted(path for path in root.glob("*/*") if path.is_dir()) if root.is_dir() else []
-    return [{"folder": str(path), "exists": path.is_dir(), "bytes": _size(path)} for path in (root, *inside)]
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # deleted meanwhile
-                continue
-    return total
+    return [{"folder": str(path), "exists": path.is_dir(), "bytes": folder_size(path)} for path in (root, *inside)]
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sennit.env import folder_size
 from sennit.errors import FetchFailed
 
 __all__ = ["Installer", "WheelFile", "check_sha256", "fetch", "find_installer"]
@@ -142,7 +143,7 @@ def _run(
         )
         try:
             while process.poll() is None:
-                on_bytes(_size(folder))
+                on_bytes(folder_size(folder))
                 try:
                     process.wait(timeout=0.1)
                 except subprocess.TimeoutExpired:
@@ -166,14 +167,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # renamed or deleted by the installer meanwhile
-                continue
-    return total

@@ -15,7 +15,6 @@ from sennit.plan.segments import Segments
 __all__ = ["Line", "balance", "make_line"]
 
 Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 COARSE_UNITS = 48  # units a worker below which single units are worth moving
 MAX_PASSES = 6
