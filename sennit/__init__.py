@@ -24,7 +24,9 @@ from sennit.errors import (
 from sennit.kvcache import KVCache
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
+from sennit.plan.mask import pack_mask
 from sennit.plan.plan import Plan
+from sennit.plan.tree import Tree
 from sennit.spec import AttentionSpec
 from sennit.states import merge_states
 
@@ -50,8 +52,10 @@ __all__ = [
     "StalePlan",
     "StepClosed",
     "StepOpen",
+    "Tree",
     "UnknownSequence",
     "UnsupportedFeature",
     "UnsupportedModel",
     "merge_states",
+    "pack_mask",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
@@ -18,6 +18,7 @@ from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.integers import INT32_MAX, host_integers
 from sennit.plan.plan import Plan, make_plan, plan_features
+from sennit.plan.tree import Tree
 from sennit.pools import KVLayout, nhd_views, split_pools
 from sennit.spec import AttentionSpec
 
@@ -105,8 +106,8 @@ class BatchAttention:
         batch: Batch,
         *,
         causal: bool | Sequence[bool] = True,
-        tree: object = None,
-        packed_mask: object = None,
+        tree: Sequence[Tree | None] | None = None,
+        packed_mask: torch.Tensor | None = None,
         split_size: int | None = None,
         into: PlanBuffers | None = None,
     ) -> Plan:
@@ -116,8 +117,9 @@ class BatchAttention:
             batch: lengths and tables.
             causal: whether row ``i`` of a request sees no key after position ``kv_len - q_len + i``; one flag for all
                 requests, or one each.
-            tree: token trees (not available yet).
-            packed_mask: bit masks (not available yet).
+            tree: one :class:`Tree` or None a request: what its last keys see of each other, in place of causality.
+            packed_mask: uint8 ``[bytes]``, a bit for every row and key, ANDed with the other masks; see
+                :func:`sennit.pack_mask`.
             split_size: keys of a fixed chunk. Requests are then split at its multiples only, whatever else is in the
                 batch, and give the same bits in every batch.
             into: buffers from :meth:`buffers`, for CUDA graphs; the previous plan in them becomes stale.
@@ -131,9 +133,6 @@ class BatchAttention:
             raise InvalidInput(
                 "batch", expected="a Batch", got=type(batch).__name__, hint="see Batch.csr, .padded, .ragged"
             )
-        for name, value in (("tree", tree), ("packed_mask", packed_mask)):
-            if value is not None:
-                raise UnsupportedFeature(name, "no backend of this release has it")
         if batch.pages is not None and self.page_size is None:
             raise InvalidInput(
                 "batch", expected="packed keys (Batch.ragged)", got="pages", hint="give page_size= to BatchAttention"
@@ -149,7 +148,7 @@ class BatchAttention:
             if isinstance(tensor, torch.Tensor):
                 self._check_device(name, tensor)
         page_size = self.page_size if batch.pages is not None else None
-        features = plan_features(batch, split_size=split_size, into=into)
+        features = plan_features(batch, tree=tree, packed_mask=packed_mask, split_size=split_size, into=into)
         owner = self._owner_of(page_size)
         if into is not None and into.owner != owner:
             raise InvalidInput("into", expected=f"buffers of this BatchAttention ({owner})", got=into.owner)
@@ -163,19 +162,22 @@ class BatchAttention:
             page_size=page_size,
             device=self.device,
             causal=causal,
+            tree=tree,
+            packed_mask=packed_mask,
             split_size=split_size,
             into=into,
         )
         self._register(plan)
         return plan
 
-    def buffers(self, *, max_requests: int, max_tokens: int, max_pages: int) -> PlanBuffers:
+    def buffers(self, *, max_requests: int, max_tokens: int, max_pages: int, max_tree_nodes: int = 0) -> PlanBuffers:
         """Buffers of fixed address and capacity for ``plan(into=...)``: one CUDA graph serves every plan in them.
 
         Args:
             max_requests: requests of a batch.
             max_tokens: query rows of a batch.
             max_pages: page table entries of all requests together.
+            max_tree_nodes: pending tokens of one request's tree; 0 where there are no trees.
         """
         if self.page_size is None:
             raise InvalidInput("page_size", expected="a page size, since buffers hold page tables", got=None)
@@ -188,6 +190,7 @@ class BatchAttention:
             max_requests=max_requests,
             max_tokens=max_tokens,
             max_pages=max_pages,
+            max_tree_nodes=max_tree_nodes,
             device=self.device,
         )
 
@@ -273,7 +276,13 @@ class BatchAttention:
                 shares no memory with q.
             lse: float32 ``[rows, num_qo_heads]``, likewise.
             return_lse: return the LSE too: natural log, ``-inf`` where a row sees no key.
-            sinks, alibi_slopes, captures, k_scale, v_scale: for specs that have them; none in this release.
+            sinks: float32 ``[num_qo_heads]``, a logit a head that enters the denominator and the LSE but has no value;
+                exactly where the spec has ``learned_sinks`` (GPT-OSS, arXiv:2508.10925).
+            alibi_slopes: float32 ``[num_qo_heads]``: ``slope * (j - p)`` is added to the logits; exactly where the spec
+                has ``alibi`` (arXiv:2108.12409).
+            captures: the tensors that ``score_mod`` and ``mask_mod`` close over, by the names they have there; of the
+                dtype and number of dimensions that they had when the spec was made (``spec.captures``).
+            k_scale, v_scale: of quantised keys and values, which no ``kv_dtype`` of this release is.
 
         Returns:
             ``out [rows, num_qo_heads, head_dim_vo]``, zero in rows that no request covers; or ``(out, lse)``.
@@ -286,9 +295,12 @@ class BatchAttention:
         self._check_plan(plan)
         spec = self.spec
         scale = self._check_scale(sm_scale)
-        self._refuse_options(
-            sinks=sinks, alibi_slopes=alibi_slopes, captures=captures, k_scale=k_scale, v_scale=v_scale
-        )
+        for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if value is not None:
+                raise UnsupportedFeature(name, f"kv_dtype {spec.kv_dtype} has no scale")
+        self._check_heads("sinks", sinks, wanted=spec.learned_sinks, field="learned_sinks")
+        self._check_heads("alibi_slopes", alibi_slopes, wanted=spec.alibi, field="alibi")
+        captured = self._check_captures({} if captures is None else captures)
         self._check_rows("q", q, (spec.num_qo_heads, spec.head_dim_qk), spec.dtype)
         k, v = self._pools("kv_pages" if plan.page_size is not None else "kv", kv, paged=plan.page_size is not None)
         fresh = out is None
@@ -302,8 +314,9 @@ class BatchAttention:
             lse = q.new_full((q.shape[0], spec.num_qo_heads), -math.inf, dtype=torch.float32)
         t = plan.tensors
         torch.ops.sennit.attend(
-            plan.key, q, k, v, out, lse, t.host, t.device, t.page_table, t.stamp, t.kv_lens, scale, fresh
-        )
+            plan.key, q, k, v, out, lse, t.host, t.device, t.page_table, t.stamp, t.kv_lens, t.packed_mask,
+            sinks, alibi_slopes, captured, scale, fresh,
+        )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
 
     def copy_pages(self, source: Any, target: Any, kv_pages: Any) -> None:
@@ -359,7 +372,16 @@ class BatchAttention:
         if self.page_size is not None:
             new_v = None if spec.latent else zeros(spec.kv_dtype, 8, *heads, spec.head_dim_vo)
             self.append(plan, zeros(spec.kv_dtype, 8, *heads, spec.head_dim_qk), new_v, kv)
-        self.run(plan, zeros(spec.dtype, 8, spec.num_qo_heads, spec.head_dim_qk), kv, sm_scale=1.0)
+        per_head = zeros(torch.float32, spec.num_qo_heads)
+        self.run(
+            plan,
+            zeros(spec.dtype, 8, spec.num_qo_heads, spec.head_dim_qk),
+            kv,
+            sm_scale=1.0,
+            sinks=per_head if spec.learned_sinks else None,
+            alibi_slopes=per_head if spec.alibi else None,
+            captures={capture.name: zeros(capture.dtype, *[1] * capture.ndim) for capture in spec.captures},
+        )
 
     def _check_plan(self, plan: Plan) -> None:
         if not isinstance(plan, Plan):
@@ -394,10 +416,39 @@ class BatchAttention:
             raise InvalidInput("sm_scale", expected="a finite number", got=repr(sm_scale))
         return float(sm_scale)
 
-    def _refuse_options(self, **options: object) -> None:
-        for name, value in options.items():
-            if value is not None:
-                raise UnsupportedFeature(name, f"the spec has no use for it: {self.spec}")
+    def _check_heads(self, name: str, tensor: object, *, wanted: bool, field: str) -> None:
+        """A number a query head, exactly where the spec asks for it."""
+        if wanted != (tensor is not None):
+            expected = f"float32 [{self.spec.num_qo_heads}]" if wanted else "None"
+            raise InvalidInput(
+                name, expected=f"{expected}, since the spec has {field}={wanted}",
+                got="nothing" if tensor is None else type(tensor).__name__,
+            )  # fmt: skip
+        if wanted:
+            self._check_rows(name, tensor, (), torch.float32, rows=self.spec.num_qo_heads)
+
+    def _check_captures(self, given: object) -> list[torch.Tensor]:
+        """The captured tensors in the order of the spec's names."""
+        if not isinstance(given, Mapping):
+            raise InvalidInput("captures", expected="a dictionary of tensors", got=type(given).__name__)
+        wanted = {capture.name: capture for capture in self.spec.captures}
+        if given.keys() != wanted.keys():
+            raise InvalidInput(
+                "captures",
+                expected=f"tensors named {', '.join(wanted)}" if wanted else "nothing: no function closes over tensors",
+                got=", ".join(map(str, given)) or "nothing",
+                hint="captures={name: tensor} with the names that score_mod and mask_mod close over",
+            )
+        for name, capture in wanted.items():
+            self._check_tensor(f"captures[{name!r}]", given[name])
+            tensor = given[name]
+            if tensor.dtype != capture.dtype or tensor.dim() != capture.ndim or not tensor.numel():
+                raise InvalidInput(
+                    f"captures[{name!r}]",
+                    expected=f"{capture.dtype} with {capture.ndim} dimensions, not empty, as when it was traced",
+                    got=f"{tensor.dtype} of shape {tuple(tensor.shape)}",
+                )
+        return [given[name] for name in wanted]
 
     def _pools(self, name: str, kv: Any, *, paged: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         k, v = split_pools(name, kv, self.spec, paged=paged)
@@ -409,8 +460,8 @@ class BatchAttention:
     def _check_rows(
         self, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, rows: int | None = None
     ) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidInput(name, expected="a tensor", got=type(tensor).__name__)
+        self._check_tensor(name, tensor)
+        assert isinstance(tensor, torch.Tensor)
         if (
             tuple(tensor.shape[1:]) != shape
             or tensor.dim() != len(shape) + 1
@@ -420,6 +471,10 @@ class BatchAttention:
             raise InvalidInput(name, expected=f"shape [{wanted}]", got=tuple(tensor.shape))
         if tensor.dtype != dtype:
             raise InvalidInput(name, expected=f"dtype {dtype}", got=tensor.dtype)
+
+    def _check_tensor(self, name: str, tensor: object) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidInput(name, expected="a tensor", got=type(tensor).__name__)
         self._check_device(name, tensor)
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:

@@ -25,8 +25,8 @@ _LIBRARY = torch.library.Library("sennit", "DEF")
 
 _PLAN = "Tensor plan_host, Tensor plan_device, Tensor page_table, Tensor stamp, Tensor? kv_lens"
 _LIBRARY.define(
-    f"attend(str key, Tensor q, Tensor k, Tensor? v, Tensor(a!) out, Tensor(b!)? lse, {_PLAN}, float sm_scale, "
-    "bool fresh) -> ()"
+    f"attend(str key, Tensor q, Tensor k, Tensor? v, Tensor(a!) out, Tensor(b!)? lse, {_PLAN}, Tensor? packed_mask, "
+    "Tensor? sinks, Tensor? alibi_slopes, Tensor[] captures, float sm_scale, bool fresh) -> ()"
 )
 _LIBRARY.define(
     f"append(str key, Tensor k, Tensor? v, Tensor(a!) k_pages, Tensor(b!)? v_pages, {_PLAN}, Tensor? slots) -> ()"
@@ -71,10 +71,18 @@ def _attend(
     page_table: torch.Tensor,
     stamp: torch.Tensor,
     kv_lens: torch.Tensor | None,
+    packed_mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    captures: list[torch.Tensor],
     sm_scale: float,
     fresh: bool,
 ) -> None:
-    """Attention of a step. ``fresh``: ``out`` is new memory, in which rows that no request covers become zero."""
+    """Attention of a step.
+
+    ``captures`` are in the order of ``spec.captures``. ``fresh``: ``out`` is new memory, in which rows that no request
+    covers become zero.
+    """
     operator = _operator(key)
     arrays = _read(plan_host, stamp)
     k, v = nhd_views(k, v, operator.spec, operator.kv_layout, operator.page_size)
@@ -101,6 +109,10 @@ def _attend(
         out=out,
         lse=lse,
         sm_scale=sm_scale,
+        packed_mask=packed_mask,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        captures={c.name: tensor for c, tensor in zip(operator.spec.captures, captures, strict=True)},
     )
     with torch.autocast(q.device.type, enabled=False):
         registry.load(operator.backend).attend(launch)
@@ -231,15 +243,18 @@ def _check_device_data(
     arrays: PlanArrays, page_table: torch.Tensor, kv_lens: torch.Tensor | None, num_pages: int, operator: Operator
 ) -> None:
     """Debugging only: read page ids and exact lengths back from the device, and check those that keys use."""
-    exact = None if kv_lens is None else kv_lens.tolist()
-    for request, _, _, kv_start, kv_len, *_ in arrays.segments.tolist():
+    exact, spec = None if kv_lens is None else kv_lens.tolist(), operator.spec
+    for request, _, q_len, kv_start, kv_len, _, _, tree_len, *_ in arrays.segments.tolist():
         if exact is not None and not 0 <= exact[request] <= kv_len:
             raise InvalidInput(
                 f"kv_lens_device[{request}]", expected=f"at most the host's bound {kv_len}", got=exact[request]
             )
         if operator.page_size is not None:
-            used = -(-(kv_len if exact is None else exact[request]) // operator.page_size)
-            ids = page_table[kv_start : kv_start + used].tolist()
+            length = kv_len if exact is None else exact[request]
+            ids = page_table[kv_start : kv_start - (-length // operator.page_size)].tolist()
+            if spec.window_left is not None:
+                behind = max(length - max(q_len, tree_len) - spec.window_left, 0) // operator.page_size
+                ids = ids[: min(behind, -(-spec.num_sink_tokens // operator.page_size))] + ids[behind:]
             if ids and not 0 <= min(ids) <= max(ids) < num_pages:
                 raise InvalidInput(
                     f"page table of request {request}", expected=f"page ids from 0 to {num_pages - 1}", got=ids

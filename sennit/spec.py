@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sennit.errors import InvalidInput
+from sennit.variants import Capture, Graph, trace
 
 __all__ = ["QUERY_DTYPES", "AttentionSpec", "checked_integer"]
 
@@ -40,11 +41,13 @@ class AttentionSpec:
         learned_sinks: a learned logit per query head enters the softmax's denominator.
         alibi: ``alibi_slopes[h] * (j - p)`` is added to the logits.
         logits_soft_cap: ``cap * tanh(logit / cap)`` is applied to the scaled logits.
-        score_mod: ``f(score, b, h, q_idx, kv_idx) -> score``, FlexAttention's signature.
-        mask_mod: ``f(b, h, q_idx, kv_idx) -> bool``, FlexAttention's signature.
+        score_mod: ``f(score, b, h, q_idx, kv_idx) -> score``, FlexAttention's signature: changes a logit after the soft
+            cap and ALiBi. It is traced once into a :class:`sennit.variants.Graph`, which the field then holds.
+        mask_mod: ``f(b, h, q_idx, kv_idx) -> bool``, likewise: where it is False the key is hidden.
 
     Raises:
-        InvalidInput: a field has a wrong type or is out of range, or dtypes are not floating.
+        InvalidInput: a field has a wrong type or is out of range, dtypes are not floating, or a function cannot be
+            traced.
 
     >>> gqa = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     >>> gqa.group_size, gqa.head_dim_qk, gqa.kv_dtype
@@ -69,8 +72,8 @@ class AttentionSpec:
     learned_sinks: bool = False
     alibi: bool = False
     logits_soft_cap: float | None = None
-    score_mod: Callable[..., Any] | None = None
-    mask_mod: Callable[..., Any] | None = None
+    score_mod: Graph | Callable[..., Any] | None = None
+    mask_mod: Graph | Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         def fill(name: str, value: object) -> None:
@@ -117,8 +120,9 @@ class AttentionSpec:
         if self.logits_soft_cap is not None:
             fill("logits_soft_cap", _checked_cap(self.logits_soft_cap))
         for name in ("score_mod", "mask_mod"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise InvalidInput(name, expected="a function", got=type(getattr(self, name)).__name__)
+            if getattr(self, name) is not None:
+                fill(name, _traced(name, getattr(self, name)))
+        self._check_captures()
 
     def _checked_dims(self) -> tuple[int | None, int, int]:
         least = 1 if self.head_dim is None else 0
@@ -134,6 +138,25 @@ class AttentionSpec:
                 got=f"head_dim={both}, head_dim_qk={qk}, head_dim_vo={vo}",
             )
         return both, both, both
+
+    def _check_captures(self) -> None:
+        known: dict[str, Capture] = {}
+        for capture in self._all_captures():
+            if known.setdefault(capture.name, capture) != capture:
+                raise InvalidInput(
+                    "score_mod, mask_mod",
+                    expected="one dtype and number of dimensions a captured name",
+                    got=f"{known[capture.name]} and {capture}",
+                    hint="rename one of the closed-over tensors",
+                )
+
+    def _all_captures(self) -> list[Capture]:
+        return [c for graph in (self.score_mod, self.mask_mod) if isinstance(graph, Graph) for c in graph.captures]
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """The tensors that the functions close over, by name; ``run`` takes them as ``captures=``."""
+        return tuple(sorted(set(self._all_captures()), key=lambda capture: capture.name))
 
     @classmethod
     def mla(
@@ -188,7 +211,9 @@ class AttentionSpec:
     def key(self) -> str:
         """Short text that tells this spec from every other; part of an operator's key."""
         dtypes = f"{self.dtype}-{self.kv_dtype}".replace("torch.", "")
-        extras = [f"{name}={getattr(self, name)}" for name in sorted(self.features)] + ["latent"] * self.latent
+        values = {name: getattr(self, name) for name in sorted(self.features)}
+        extras = [f"{name}={v.key if isinstance(v, Graph) else v}" for name, v in values.items()]
+        extras += ["latent"] * self.latent
         heads = f"h{self.num_qo_heads}x{self.num_kv_heads}"
         return "-".join([heads, f"d{self.head_dim_qk}x{self.head_dim_vo}", dtypes, *extras])
 
@@ -228,6 +253,17 @@ def checked_integer(name: str, value: object, *, minimum: int, hint: str = "") -
             name, expected=f"an integer of at least {minimum} and at most {INTEGER_MAX}", got=repr(value), hint=hint
         )
     return int(value)
+
+
+def _traced(name: str, function: object) -> Graph:
+    kind = "score" if name == "score_mod" else "mask"
+    if isinstance(function, Graph):
+        if function.kind != kind:
+            raise InvalidInput(name, expected=f"the graph of a {name}", got=f"that of a {function.kind}_mod")
+        return function
+    if not callable(function):
+        raise InvalidInput(name, expected="a function", got=type(function).__name__)
+    return trace(function, kind)
 
 
 def _checked_flag(name: str, value: object) -> bool:

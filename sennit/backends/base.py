@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +50,10 @@ class Attend:
     out: torch.Tensor  # [rows, num_qo_heads, head_dim_vo]; rows that no segment covers are not written
     lse: torch.Tensor | None  # float32 [rows, num_qo_heads], natural log
     sm_scale: float
+    packed_mask: torch.Tensor | None  # uint8 [bytes], see plan/mask.py
+    sinks: torch.Tensor | None  # float32 [num_qo_heads], where the spec has learned sinks
+    alibi_slopes: torch.Tensor | None  # float32 [num_qo_heads], where the spec has ALiBi
+    captures: Mapping[str, torch.Tensor]  # what the spec's functions close over
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
-from sennit.check.oracle import dense_attention
+from sennit.check.functions import Functions, random_functions
+from sennit.check.oracle import Rules, dense_attention
 from sennit.plan.batch import Batch
+from sennit.plan.mask import pack_mask
+from sennit.plan.tree import Tree
 from sennit.pools import KVLayout
 from sennit.spec import AttentionSpec
 
@@ -32,6 +36,9 @@ class Problem:
         kv: pools or packed tensors, as ``run`` takes them.
         keys, values: ``[kv_len, num_kv_heads, dim]`` of each request, the truth that pools hold scattered.
         sm_scale: factor of the logits.
+        rules: of each request, for the oracle; empty where there are none.
+        plan_options: further keywords of ``plan``: trees and packed masks.
+        run_options: further keywords of ``run``: sinks, slopes and captures.
         text: what was chosen, to print with a failure.
     """
 
@@ -45,7 +52,10 @@ class Problem:
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
     sm_scale: float
-    text: str = field(default="")
+    rules: Sequence[Rules] = ()
+    plan_options: Mapping[str, Any] = field(default_factory=dict)
+    run_options: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
 
     def solve(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
         """Dense results ``(out, lse)`` in ``dtype``; zero and ``-inf`` in rows that no request covers."""
@@ -54,7 +64,13 @@ class Problem:
         for r, (start, q_len) in enumerate(zip(self.batch.q_starts.tolist(), self.batch.q_lens.tolist(), strict=True)):
             rows = slice(start, start + q_len)
             out[rows], lse[rows] = dense_attention(
-                self.q[rows], self.keys[r], self.values[r], causal=self.causal[r], sm_scale=self.sm_scale, dtype=dtype
+                self.q[rows],
+                self.keys[r],
+                self.values[r],
+                causal=self.causal[r],
+                sm_scale=self.sm_scale,
+                rules=self.rules[r] if self.rules else Rules(),
+                dtype=dtype,
             )
         return out, lse
 
@@ -71,6 +87,9 @@ def make_problem(
     pool: str = "pair",
     causal: Sequence[bool] | bool = True,
     gaps: bool = False,
+    functions: Functions | None = None,
+    trees: Sequence[Sequence[int] | None] | None = None,
+    masked: bool = False,
     length_dtype: Any = np.int64,
     device: str | torch.device = "cpu",
 ) -> Problem:
@@ -86,9 +105,14 @@ def make_problem(
         pool: ``"pair"`` of tensors, ``"interleaved"`` in one, or ``"strided"`` views into larger ones.
         causal: one flag, or one a request.
         gaps: leave query rows that no request covers, and order requests differently in the query tensor.
+        functions: go into the spec.
+        trees: parents of each request's last keys, or None.
+        masked: hide a random third of all pairs by a packed mask.
         length_dtype: NumPy dtype of lengths.
         device: of the tensors.
     """
+    if functions is not None:
+        spec = spec.replace(score_mod=functions.score_mod, mask_mod=functions.mask_mod)
     flags = [bool(causal)] * len(q_lens) if isinstance(causal, (bool, np.bool_)) else list(causal)
     generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
 
@@ -112,10 +136,44 @@ def make_problem(
     if page_size is None:
         batch, kv = _packed(rng, spec, lengths, starts, keys, values, q.device)
     else:
-        batch, kv = _paged(rng, spec, lengths, starts, keys, values, page_size, kv_layout, form, pool, q.device)
-    text = f"{batch} {spec.key} page={page_size} {kv_layout} {form} {pool} causal={flags} gaps={gaps}"
+        hidden = [
+            _behind_window(spec, n, max(q_len, len(parents or ())))
+            for n, q_len, parents in zip(kv_lens, q_lens, trees or [None] * len(q_lens), strict=True)
+        ]
+        batch, kv = _paged(rng, spec, lengths, starts, keys, values, hidden, page_size, kv_layout, form, pool, q.device)
+    captures = {} if functions is None else {name: t.to(q.device) for name, t in functions.captures.items()}
+    run_options: dict[str, Any] = {"captures": captures} if captures else {}
+    for name, wanted in (("sinks", spec.learned_sinks), ("alibi_slopes", spec.alibi)):
+        if wanted:
+            run_options[name] = normal(spec.num_qo_heads, dtype=torch.float32)
+    masks = [torch.from_numpy(rng.random((m, n)) < 0.67).to(q.device) for m, n in zip(q_lens, kv_lens, strict=True)]
+    plan_options: dict[str, Any] = {"packed_mask": pack_mask(masks).to(q.device)} if masked else {}
+    if trees is not None:
+        plan_options["tree"] = [None if parents is None else Tree(parents) for parents in trees]
+    rules = [
+        Rules(
+            window_left=spec.window_left,
+            window_right=spec.window_right,
+            num_sink_tokens=spec.num_sink_tokens,
+            logits_soft_cap=spec.logits_soft_cap,
+            alibi_slopes=run_options.get("alibi_slopes"),
+            sinks=run_options.get("sinks"),
+            parents=None if trees is None else trees[r],
+            mask=masks[r] if masked else None,
+            score_mod=None if functions is None else _closed_over(functions.score_mod, captures),
+            mask_mod=None if functions is None else _closed_over(functions.mask_mod, captures),
+            request=r,
+        )
+        for r in range(len(q_lens))
+    ]
+    text = (
+        f"{batch} {spec} page={page_size} {kv_layout} {form} {pool} causal={flags} gaps={gaps} trees={trees} "
+        f"masked={masked}"
+    )
     scale = float(rng.choice([1.0, 0.5, 2.0])) * spec.head_dim_qk**-0.5
-    return Problem(spec, page_size, kv_layout, batch, flags, q, kv, keys, values, scale, text)
+    return Problem(
+        spec, page_size, kv_layout, batch, flags, q, kv, keys, values, scale, rules, plan_options, run_options, text
+    )  # fmt: skip
 
 
 def random_problem(
@@ -139,6 +197,7 @@ def random_problem(
         spec = AttentionSpec(
             num_qo_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim_qk=dim, head_dim_vo=dim_vo, dtype=dtype
         )
+    spec = spec.replace(**_random_fields(rng))
     count = int(rng.integers(0, max_requests + 1))
     kv_lens = [int(rng.choice([0, 1, int(rng.integers(0, max_tokens))])) for _ in range(count)]
     q_lens = [int(rng.choice([0, 1, int(rng.integers(0, n + 4)), int(rng.integers(0, 6))])) for n in kv_lens]
@@ -147,6 +206,13 @@ def random_problem(
         if spec.latent or spec.head_dim_qk != spec.head_dim_vo
         else ["pair", "strided", "interleaved"]
     )
+    functions, trees = None, None
+    if rng.random() < 0.3:
+        positions = max([*q_lens, *kv_lens, 1])
+        heads = spec.num_qo_heads
+        functions = random_functions(rng, heads=heads, requests=count, positions=positions, dtype=_wide(dtype))
+    if rng.random() < 0.2:
+        trees = [_random_tree(rng, m, n) for m, n in zip(q_lens, kv_lens, strict=True)]
     lengths_fit = [d for d in LENGTH_DTYPES if np.iinfo(d).max >= max(sum(q_lens), max(kv_lens, default=0))]
     return make_problem(
         rng,
@@ -157,11 +223,60 @@ def random_problem(
         kv_layout="NHD" if rng.random() < 0.5 else "HND",
         form=str(rng.choice(["csr", "padded"])),
         pool=str(rng.choice(pools)),
-        causal=[bool(rng.random() < 0.7) for _ in range(count)],
+        causal=[bool(rng.random() < 0.7) or bool(trees and trees[r]) for r in range(count)],
         gaps=bool(rng.random() < 0.3),
+        functions=functions,
+        trees=trees,
+        masked=bool(rng.random() < 0.15),
         length_dtype=lengths_fit[int(rng.integers(len(lengths_fit)))],
         device=device,
     )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that logits are computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _random_fields(rng: np.random.Generator) -> dict[str, Any]:
+    """Fields of a spec that half of all problems leave as they are."""
+    fields: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        return fields
+    if rng.random() < 0.6:
+        fields["window_left"] = int(rng.choice([0, 1, 5, 17, 40]))
+        fields["num_sink_tokens"] = int(rng.choice([0, 0, 1, 4, 9]))
+    if rng.random() < 0.3:
+        fields["window_right"] = int(rng.choice([0, 1, 3, 20]))
+    for name in ("learned_sinks", "alibi"):
+        fields[name] = bool(rng.random() < 0.3)
+    if rng.random() < 0.3:
+        fields["logits_soft_cap"] = float(rng.choice([1.0, 5.0, 30.0]))
+    return fields
+
+
+def _random_tree(rng: np.random.Generator, q_len: int, kv_len: int) -> list[int] | None:
+    """Parents of at least ``q_len`` and at most ``kv_len`` nodes."""
+    if q_len > kv_len or rng.random() < 0.3:
+        return None
+    nodes = int(rng.integers(q_len, min(kv_len, q_len + 8) + 1))
+    return [int(rng.integers(-1, node)) for node in range(nodes)]
+
+
+def _closed_over(function: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The same function, closing over the same tensors where they are on the problem's device."""
+    if function is None or not function.__closure__:
+        return function
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    closure = tuple(CellType(tensors.get(name, cell.cell_contents)) for name, cell in cells)
+    return FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
+
+
+def _behind_window(spec: AttentionSpec, kv_len: int, rows: int) -> set[int]:
+    """Keys that neither the last ``rows`` positions nor any later one can see."""
+    if spec.window_left is None:
+        return set()
+    return set(range(spec.num_sink_tokens, max(kv_len - rows - spec.window_left, 0)))
 
 
 def _cast(values: Any, dtype: Any) -> Any:
@@ -210,6 +325,7 @@ def _paged(
     q_starts: list[int] | None,
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
+    hidden: list[set[int]],
     page_size: int,
     kv_layout: KVLayout,
     form: str,
@@ -223,11 +339,14 @@ def _paged(
     like = torch.empty(0, dtype=spec.kv_dtype, device=device)
     pools = _empty_pools(like, spec, num_pages, page_size, kv_layout, pool)
     views = _nhd(pools, spec, kv_layout)
-    for table, k, v in zip(tables, keys, values, strict=True):
-        for tensor, view in zip((k, v), views, strict=False):
-            for j, page in enumerate(table):
-                part = tensor[j * page_size : (j + 1) * page_size]
-                view[page, : len(part)] = part
+    for table, k, v, behind in zip(tables, keys, values, hidden, strict=True):
+        for j, page in enumerate(table):
+            part = slice(j * page_size, min((j + 1) * page_size, len(k)))
+            if behind.issuperset(range(j * page_size, (j + 1) * page_size)):
+                table[j] = int(rng.choice(ABSURD_PAGES))
+                continue
+            for tensor, view in zip((k, v), views, strict=False):
+                view[page, : part.stop - part.start] = tensor[part]
     width = max(counts, default=0) + int(rng.integers(0, 3))
     if form == "padded":
         padded = np.asarray(rng.choice(ABSURD_PAGES, (len(tables), width)), np.int64)

@@ -12,6 +12,7 @@ import torch
 
 from sennit.attention import BatchAttention
 from sennit.check.compare import compare
+from sennit.check.functions import random_functions
 from sennit.check.outcome import Outcome
 from sennit.check.problems import Problem, make_problem, random_problem
 from sennit.check.threads import one_thread
@@ -68,6 +69,7 @@ def cases(backend: str, device: torch.device | str = "cpu", *, num_random: int =
     yield from _shapes(target)
     yield from _storage(target)
     yield from _splits(target)
+    yield from _masks(target)
     yield from _writing(target)
     for index in range(num_random):
         yield Case(f"random/{index}", partial(_random, target, seed, index))
@@ -120,6 +122,34 @@ def _splits(target: Target) -> Iterator[Case]:
             name = f"splits/{split_size}-{_short(dtype)}"
             spec = _heads(4, 64, dtype=dtype)
             yield _case(name, target, spec, [40, 1, 3], [700, 1500, 90], split_size=split_size)
+
+
+def _masks(target: Target) -> Iterator[Case]:
+    """Windows, changes of the logits, trees, packed masks and users' functions, causal and not, packed and in pages."""
+    lengths = [33, 1, 0, 5, 2], [150, 141, 9, 3, 80]
+    fields: dict[str, dict[str, Any]] = {
+        "window": {"window_left": 20},
+        "window-both-sides": {"window_left": 9, "window_right": 2},
+        "window-and-sinks": {"window_left": 20, "num_sink_tokens": 5},
+        "learned-sinks": {"learned_sinks": True},
+        "alibi": {"alibi": True},
+        "soft-cap": {"logits_soft_cap": 5.0},
+        "all": {"window_left": 20, "num_sink_tokens": 5, "learned_sinks": True, "alibi": True, "logits_soft_cap": 5.0},
+    }
+    for dtype in DTYPES:
+        plain = _heads(4, 64, dtype=dtype)
+        for name, changes in fields.items():
+            for causal in (True, False):
+                case = f"masks/{name}-{'causal' if causal else 'not-causal'}-{_short(dtype)}"
+                yield _case(case, target, plain.replace(**changes), *lengths, causal=causal)
+        yield _case(f"masks/packed-{_short(dtype)}", target, plain, *lengths, masked=True)
+        trees = [[-1, *range(32)], [-1, 0, 0, 1], None, None, [-1, -1, 0]]
+        for name, spec in (("tree", plain), ("tree-and-window", plain.replace(window_left=3))):
+            yield _case(f"masks/{name}-{_short(dtype)}", target, spec, *lengths, trees=trees)
+        for index in range(8):
+            rng, kept = np.random.default_rng(index), torch.promote_types(dtype, torch.float32)
+            functions = random_functions(rng, heads=8, requests=5, positions=150, dtype=kept)
+            yield _case(f"functions/{index}-{_short(dtype)}", target, plain, *lengths, functions=functions)
 
 
 def _writing(target: Target) -> Iterator[Case]:
@@ -188,10 +218,12 @@ def _solve(target: Target, problem: Problem, *, split_size: int | None, append: 
         device=target.device,
         backend=target.backend,
     )
-    plan = attention.plan(problem.batch, causal=problem.causal, split_size=split_size)
+    plan = attention.plan(problem.batch, causal=problem.causal, split_size=split_size, **problem.plan_options)
     if append and (wrong := append_again(problem, attention, plan)):
         return Outcome.wrong(wrong)
-    out, lse = attention.run(plan, problem.q, problem.kv, sm_scale=problem.sm_scale, return_lse=True)
+    out, lse = attention.run(
+        plan, problem.q, problem.kv, sm_scale=problem.sm_scale, return_lse=True, **problem.run_options
+    )
     with one_thread():
         return Outcome.of([compare(problem, out, lse)])
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sennit.errors import CapacityExceeded, InvalidInput
+from sennit.errors import CapacityExceeded
 from sennit.plan.cost import KernelConfig
-from sennit.plan.integers import INT32_MAX
 from sennit.plan.tensors import Int32Array, Layout
+from sennit.spec import checked_integer
 
 __all__ = ["PlanBuffers"]
 
@@ -26,6 +26,7 @@ class PlanBuffers:
         max_requests: requests of a batch.
         max_rows: query rows.
         max_pages: page table entries of all requests together.
+        max_tree_nodes: pending tokens of one request's tree.
         layout: rows that each section has room for.
         max_partial_rows: rows of partial results that launches reserve.
         generation: how many plans have been written.
@@ -37,6 +38,7 @@ class PlanBuffers:
     max_requests: int
     max_rows: int
     max_pages: int
+    max_tree_nodes: int
     layout: Layout
     max_partial_rows: int
     device_array: torch.Tensor
@@ -61,6 +63,7 @@ class PlanBuffers:
         max_requests: int,
         max_tokens: int,
         max_pages: int,
+        max_tree_nodes: int,
         device: torch.device,
     ) -> PlanBuffers:
         """Reserve room for every plan of at most these sizes.
@@ -69,8 +72,8 @@ class PlanBuffers:
         ``tile_rows`` rows each. Fixed splits may need more; a plan that does not fit is refused.
         """
         for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("max_pages", max_pages)):
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 1 <= value <= INT32_MAX:
-                raise InvalidInput(name, expected=f"an integer from 1 to {INT32_MAX}", got=repr(value))
+            checked_integer(name, value, minimum=1)
+        checked_integer("max_tree_nodes", max_tree_nodes, minimum=0)
         fewest_rows = min(strand.tile_rows for strand in config.strands)
         tiles = max_requests + max_tokens * group_size // fewest_rows
         ranges = config.num_workers * len(config.strands)
@@ -80,6 +83,7 @@ class PlanBuffers:
             merges=ranges,
             strands=len(config.strands),
             workers=config.num_workers,
+            trees=max_requests * max_tree_nodes + max_tokens * -(-max_tree_nodes // 32),
             table=max_pages,
         )
         try:
@@ -96,6 +100,7 @@ class PlanBuffers:
             max_requests=max_requests,
             max_rows=max_tokens,
             max_pages=max_pages,
+            max_tree_nodes=max_tree_nodes,
             layout=layout,
             max_partial_rows=2 * config.num_workers * sum(strand.tile_rows for strand in config.strands),
             device_array=array,
@@ -107,6 +112,7 @@ class PlanBuffers:
             "max_requests": (needed.segments, self.max_requests),
             "max_tokens": (num_rows, self.max_rows),
             "max_pages": (needed.table, self.max_pages),
+            "words of trees (max_tree_nodes)": (needed.trees, self.layout.trees),
             "work items": (needed.items, self.layout.items),
             "merges": (needed.merges, self.layout.merges),
             "partial rows": (num_partial_rows, self.max_partial_rows),

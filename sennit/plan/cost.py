@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sennit.plan.segments import Segments
+from sennit.plan.segments import Segments, Window
 
 __all__ = ["KernelConfig", "Strand", "choose_config", "place", "prefix_sums"]
 
@@ -114,12 +114,22 @@ def segment_times(segments: Segments, group_size: int, num_kv_heads: int, config
     if tiles.max(initial=0) > 1:
         # Under causality the rows of a tile see, on average, half of the new keys that other tiles see.
         keys = keys - segments.causal * segments.q_len * (0.5 - 0.5 / np.maximum(tiles, 1))
+    if segments.window is not None:
+        keys = np.minimum(keys, _window_keys(segments, segments.window, tiles))
     steps = np.ceil(keys / config.key_steps[:, None])
     tiles *= num_kv_heads
     times = np.empty((2, *tiles.shape))
     np.multiply(tiles, config.item_times[:, None] + steps * config.step_times[:, None], out=times[0])
     np.multiply(tiles, steps * config.memory_times[:, None], out=times[1])
     return times
+
+
+def _window_keys(segments: Segments, window: Window, tiles: FloatArray) -> FloatArray:
+    """Keys ``[strands, segments]`` that the window leaves to the tile in the middle of a segment, at most."""
+    behind = segments.kv_len if window.left is None or segments.inexact else window.left + window.num_sinks
+    ahead = np.where(segments.causal > 0, 0, segments.kv_len if window.right is None else window.right)
+    keys: FloatArray = behind + ahead + segments.q_len / np.maximum(tiles, 1)
+    return keys
 
 
 def place(

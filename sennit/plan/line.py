@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sennit.plan.cost import FloatArray, KernelConfig, prefix_sums
 from sennit.plan.segments import Segments
+from sennit.plan.visible import KeySteps, key_steps, last_keys, window_starts
 
 __all__ = ["Line", "balance", "make_line"]
 
@@ -41,7 +42,7 @@ class Line:
     segment: Int64Array
     row_start: Int64Array
     num_rows: Int64Array
-    key_end: Int64Array
+    keys: KeySteps
     head_units: Int64Array
     chunks: Chunks | None  # fixed chunks, in which case heads are not divisible
 
@@ -125,11 +126,10 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Fixed chunks of tiles' keys, an entry a block: the chunk's index, its tile's count, first key and key steps."""
+    """Fixed chunks of tiles' keys, an entry a block: the chunk's index among its tile's, their count, and key steps."""
 
     index: Int64Array
     count: Int64Array
-    key_start: Int64Array
     steps: Int64Array
 
 
@@ -140,6 +140,7 @@ def make_line(
     *,
     group_size: int,
     num_kv_heads: int,
+    page_size: int,
     split_size: int | None,
 ) -> Line:
     """Lay out the tiles of all segments, strand after strand, cut into chunks if ``split_size`` is given.
@@ -150,6 +151,7 @@ def make_line(
         config: strands and times.
         group_size: query heads per KV head.
         num_kv_heads: KV heads.
+        page_size: tokens a page; 1 for packed keys.
         split_size: keys of a fixed chunk, or None.
     """
     segment = strand.argsort(kind="stable")
@@ -159,6 +161,8 @@ def make_line(
     tiles = -(-packed_rows // tile_rows)
     if (tiles == 1).all():
         row_start, num_rows, key_end = np.zeros_like(tiles), packed_rows, segments.kv_len[segment]
+        if segments.window is not None:
+            key_end = last_keys(segments, segment, segments.q_len[segment] - 1)
     else:
         tile = np.arange(tiles.sum()) - (tiles.cumsum() - tiles).repeat(tiles)
         segment, strand, packed_rows, tile_rows = (
@@ -166,28 +170,46 @@ def make_line(
         )
         row_start = tile * tile_rows
         num_rows = np.minimum(packed_rows - row_start, tile_rows)
-        key_end = _visible_keys(segments, segment, (row_start + num_rows - 1) // group_size)
+        key_end = last_keys(segments, segment, (row_start + num_rows - 1) // group_size)
+    # A tile or chunk that sees no key still takes a step: it writes zeros.
     if split_size is None:
-        # A tile that sees no key still takes a step: it writes zeros.
-        steps = np.maximum(-(-key_end // config.key_steps[strand]), 1)
-        return Line(config, num_kv_heads, strand, segment, row_start, num_rows, key_end, steps, None)
-    count = np.maximum(-(-key_end // split_size), 1)
+        keys = _tile_keys(segments, segment, row_start // group_size, key_end, config.key_steps[strand], page_size)
+        steps = np.maximum(keys.count(config.key_steps[strand]), 1)
+        return Line(config, num_kv_heads, strand, segment, row_start, num_rows, keys, steps, None)
+    starts = _window_starts(segments, segment, row_start // group_size)
+    num_sinks = segments.window.num_sinks if segments.window is not None else 0
+    # Chunks that hold sink tokens, then those from the first that the window reaches.
+    sunk = np.minimum(-(-np.minimum(num_sinks, key_end) // split_size), starts // split_size)
+    count = np.maximum(-(-key_end // split_size) - starts // split_size + sunk, 1)
     index = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
-    strand, segment, row_start, num_rows, key_end, count = (
-        column.repeat(count) for column in (strand, segment, row_start, num_rows, key_end, count)
+    strand, segment, row_start, num_rows, key_end, starts, sunk, count = (
+        column.repeat(count) for column in (strand, segment, row_start, num_rows, key_end, starts, sunk, count)
     )
-    key_start = index * split_size
-    key_end = np.minimum(key_end, key_start + split_size)
-    steps = np.maximum(-(-(key_end - key_start) // config.key_steps[strand]), 1)
-    chunks = Chunks(index, count, key_start, steps)
-    return Line(config, num_kv_heads, strand, segment, row_start, num_rows, key_end, np.ones_like(steps), chunks)
+    first = (index + np.where(index < sunk, 0, starts // split_size - sunk)) * split_size
+    key_end = np.minimum(key_end, first + split_size)
+    keys = key_steps(np.minimum(first, key_end), key_end, starts, num_sinks, config.key_steps[strand], page_size)
+    chunks = Chunks(index, count, np.maximum(keys.count(config.key_steps[strand]), 1))
+    return Line(config, num_kv_heads, strand, segment, row_start, num_rows, keys, np.ones_like(index), chunks)
 
 
-def _visible_keys(segments: Segments, segment: Int64Array, last_token: Int64Array) -> Int64Array:
-    """Keys that the rows up to ``last_token`` of each tile's segment see."""
-    kv_len = segments.kv_len[segment]
-    seen = kv_len - segments.q_len[segment] + last_token + 1
-    return np.where(segments.causal[segment] > 0, np.maximum(np.minimum(seen, kv_len), 0), kv_len)
+def _tile_keys(
+    segments: Segments,
+    segment: Int64Array,
+    first_token: Int64Array,
+    key_end: Int64Array,
+    step: Int64Array,
+    page_size: int,
+) -> KeySteps:
+    """The keys of undivided tiles."""
+    if segments.window is None:
+        return KeySteps(np.zeros_like(key_end), key_end, key_end, key_end)
+    starts = _window_starts(segments, segment, first_token)
+    return key_steps(np.zeros_like(key_end), key_end, starts, segments.window.num_sinks, step, page_size)
+
+
+def _window_starts(segments: Segments, segment: Int64Array, first_token: Int64Array) -> Int64Array:
+    """Where windows begin; where lengths are upper bounds nobody knows, and kernels look for themselves."""
+    return np.zeros_like(segment) if segments.inexact else window_starts(segments, segment, first_token)
 
 
 def balance(line: Line) -> Int64Array:

@@ -13,9 +13,12 @@ from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.cost import FloatArray, KernelConfig, choose_config
 from sennit.plan.integers import INT32_MAX
+from sennit.plan.mask import device_mask
 from sennit.plan.schedule import Schedule, make_schedule
-from sennit.plan.segments import Segments, from_batch, largest_page
+from sennit.plan.segments import Segments, Window, from_batch, tree_words
 from sennit.plan.tensors import Extents, Layout, PlanTensors, pack
+from sennit.plan.tree import Tree
+from sennit.plan.visible import largest_page
 from sennit.spec import AttentionSpec
 
 __all__ = ["Plan", "make_plan", "plan_features"]
@@ -83,13 +86,17 @@ class Plan:
         )
 
 
-def plan_features(batch: Batch, *, split_size: int | None = None, into: object = None) -> frozenset[str]:
+def plan_features(
+    batch: Batch, *, tree: object = None, packed_mask: object = None, split_size: int | None = None, into: object = None
+) -> frozenset[str]:
     """What a backend must be able to do for a plan, beyond its spec."""
     present = {
         "paged": batch.pages is not None,
         "ragged": batch.pages is None,
         "kv_lens_device": batch.kv_lens_device is not None,
         "slot_mapping": batch.slot_mapping is not None,
+        "tree": tree is not None,
+        "packed_mask": packed_mask is not None,
         "split_size": split_size is not None,
         "into": into is not None,
     }
@@ -106,6 +113,8 @@ def make_plan(
     page_size: int | None,
     device: torch.device,
     causal: bool | Sequence[bool] = True,
+    tree: Sequence[Tree | None] | None = None,
+    packed_mask: torch.Tensor | None = None,
     split_size: int | None = None,
     into: PlanBuffers | None = None,
 ) -> Plan:
@@ -120,13 +129,18 @@ def make_plan(
         page_size: tokens a page, or None for packed keys.
         device: where the plan's tensors go.
         causal: one flag, or one a request.
+        tree: one token tree or None a request.
+        packed_mask: bits of every row and key, see :func:`sennit.pack_mask`.
         split_size: keys of a fixed chunk.
         into: buffers of fixed capacity.
     """
     if split_size is not None and not 1 <= split_size <= INT32_MAX:
         raise InvalidInput("split_size", expected=f"from 1 to {INT32_MAX} keys", got=split_size)
     needed = batch.pages_needed(page_size) if page_size is not None else None
-    segments = from_batch(batch, needed=needed, causal=causal)
+    segments = from_batch(
+        batch, needed=needed, causal=causal, trees=tree, window=Window.of(spec), masked=packed_mask is not None
+    )
+    mask = None if packed_mask is None else device_mask(packed_mask, batch, device, fixed=into is not None)
     fixed = split_size is not None or into is not None
     config, strand = choose_config(segments, spec.group_size, spec.num_kv_heads, configs, alone=fixed)
     schedule = make_schedule(
@@ -135,13 +149,14 @@ def make_plan(
         group_size=spec.group_size,
         num_kv_heads=spec.num_kv_heads,
         config=config,
+        page_size=page_size,
         split_size=split_size,
     )
     extents = Extents(
         generation=0 if into is None else into.generation + 1,
         num_rows=batch.num_rows,
         num_tokens=batch.num_tokens,
-        largest_page=-1 if needed is None else largest_page(batch, needed),
+        largest_page=-1 if needed is None or page_size is None else largest_page(batch, segments, needed, page_size),
         largest_slot_page=-1 if page_size is None else _largest_slot(batch) // page_size,
         num_key_rows=_key_rows(batch),
     )
@@ -152,7 +167,7 @@ def make_plan(
             got=f"{schedule.num_partial_rows}, {extents.largest_slot_page} and {extents.num_key_rows}",
             hint="use a larger split_size, or smaller slots and starts",
         )
-    tensors = _make_tensors(batch, segments, schedule, config, extents, device, into)
+    tensors = _make_tensors(batch, segments, schedule, config, extents, device, mask, into)
     key = f"{owner}/{backend}/{config.name}"
     return Plan(owner, key, spec, batch, page_size, backend, config, split_size, segments, schedule, tensors)
 
@@ -164,6 +179,7 @@ def _make_tensors(
     config: KernelConfig,
     extents: Extents,
     device: torch.device,
+    mask: torch.Tensor | None,
     into: PlanBuffers | None,
 ) -> PlanTensors:
     entries = batch.pages.entries if batch.pages is not None else None
@@ -176,6 +192,7 @@ def _make_tensors(
         merges=schedule.num_merges,
         strands=len(config.strands),
         workers=config.num_workers,
+        trees=int(tree_words(segments.tree_len, segments.q_len).sum()) if segments.trees else 0,
         table=0 if table is None else table.size,
     )
     if into is not None:
@@ -203,6 +220,7 @@ def _make_tensors(
         stamp=FIRST_STAMP if into is None else host[:1].clone(),  # the header's first word
         kv_lens=batch.kv_lens_device,
         slots=_device_slots(batch, device),
+        packed_mask=mask,
     )
 
 

@@ -17,16 +17,20 @@ __all__ = ["ROW_WIDTH", "Item", "Merge", "Schedule", "make_schedule"]
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
-ROW_WIDTH = 8  # int32 words of an item, a merge and a segment
+ROW_WIDTH = 12  # int32 words of an item, a merge and a segment
 
 
 class Item(IntEnum):
     """Columns of a work item.
 
     It is packed query rows ``ROW_START : ROW_START + NUM_ROWS`` of a segment, for ``NUM_HEADS`` KV heads from
-    ``HEAD_START``, over keys ``KEY_START : KEY_END``. Packed row ``r`` is token ``r // group_size`` and query head
-    ``r % group_size`` of the KV head's group. ``PARTIAL_ROW`` is -1 where the item writes the output itself; otherwise
-    its head ``h`` writes the partial results' rows from ``PARTIAL_ROW + (h - HEAD_START) * NUM_ROWS``.
+    ``HEAD_START``, over keys ``KEY_START : KEY_END`` without ``HOLE_START : HOLE_END``. Packed row ``r`` is token
+    ``r // group_size`` and query head ``r % group_size`` of the KV head's group. ``PARTIAL_ROW`` is -1 where the item
+    writes the output itself; otherwise its head ``h`` writes the partial results' rows from
+    ``PARTIAL_ROW + (h - HEAD_START) * NUM_ROWS``.
+
+    The hole, between sink tokens and a window, is hidden from all rows and may have no pages. Key steps are counted
+    anew behind it. Where there is none it is empty and at the end.
     """
 
     SEGMENT = 0
@@ -37,6 +41,8 @@ class Item(IntEnum):
     KEY_START = 5
     KEY_END = 6
     PARTIAL_ROW = 7
+    HOLE_START = 8
+    HOLE_END = 9
 
 
 class Merge(IntEnum):
@@ -95,6 +101,7 @@ def make_schedule(
     group_size: int,
     num_kv_heads: int,
     config: KernelConfig,
+    page_size: int | None = None,
     split_size: int | None = None,
 ) -> Schedule:
     """Cut segments into work items for the workers of ``config``.
@@ -105,10 +112,19 @@ def make_schedule(
         group_size: query heads per KV head.
         num_kv_heads: KV heads.
         config: strands, workers and times.
+        page_size: tokens a page, or None for packed keys.
         split_size: keys of a fixed chunk: a tile is then split at multiples of it and nowhere else, so that a
             request's results depend on that request alone.
     """
-    line = make_line(segments, strand, config, group_size=group_size, num_kv_heads=num_kv_heads, split_size=split_size)
+    line = make_line(
+        segments,
+        strand,
+        config,
+        group_size=group_size,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size or 1,
+        split_size=split_size,
+    )
     cuts = balance(line)
     if not len(line):
         return Schedule(_empty(), np.zeros_like(cuts), _empty(), 0, line, cuts)
@@ -144,7 +160,6 @@ def _schedule(line: Line, cuts: Int64Array) -> Schedule:
     block = line.block_at(starts)
     units = line.head_units[block]
     head, unit = np.divmod(starts - line.unit_start[block], units)
-    key_end = line.key_end[block]
     items = np.empty((ROW_WIDTH, len(starts)), np.int32)
     items[Item.SEGMENT] = line.segment[block]
     items[Item.ROW_START] = line.row_start[block]
@@ -152,19 +167,42 @@ def _schedule(line: Line, cuts: Int64Array) -> Schedule:
     items[Item.HEAD_START] = head
     items[Item.NUM_HEADS] = np.maximum(length // units, 1)
     if line.chunks is None:
-        step = line.config.key_steps[line.strand[block]]
-        items[Item.KEY_START] = unit * step
-        items[Item.KEY_END] = np.minimum((unit + np.minimum(length, units)) * step, key_end)
+        _set_keys(items, line, block, unit, np.minimum(length, units))
         partial = length < units
     else:
-        items[Item.KEY_START] = line.chunks.key_start[block]
-        items[Item.KEY_END] = key_end
+        keys = line.keys
+        items[Item.KEY_START], items[Item.KEY_END] = keys.start[block], keys.end[block]
+        items[Item.HOLE_START :], items[Item.HOLE_END] = keys.hole_start[block], keys.hole_end[block]
         partial = line.chunks.count[block] > 1
-    merges, rows = _partials(line, items, block, partial.nonzero()[0])
+    merges, rows = _partials(line, items, block, unit, partial.nonzero()[0])
     return Schedule(items, starts.searchsorted(cuts), merges, rows, line, cuts)
 
 
-def _partials(line: Line, items: Int32Array, block: Int64Array, at: Int64Array) -> tuple[Int32Array, int]:
+def _set_keys(items: Int32Array, line: Line, block: Int64Array, unit: Int64Array, count: Int64Array) -> None:
+    """The keys of ``count`` units from ``unit`` of a head."""
+    step, keys = line.config.key_steps[line.strand[block]], line.keys
+    if keys.plain:
+        items[Item.KEY_START] = unit * step
+        items[Item.KEY_END] = items[Item.HOLE_START :] = np.minimum((unit + count) * step, keys.end[block])
+        return
+    start, hole_start, hole_end = keys.start[block], keys.hole_start[block], keys.hole_end[block]
+    before = -(-(hole_start - start) // step)  # steps before the hole
+    last = unit + count - 1
+    items[Item.KEY_START] = np.where(unit < before, start + unit * step, hole_end + (unit - before) * step)
+    end = np.where(
+        last < before,
+        np.minimum(start + (last + 1) * step, hole_start),
+        np.minimum(hole_end + (last - before + 1) * step, keys.end[block]),
+    )
+    crossed = (unit < before) & (last >= before)
+    items[Item.KEY_END] = end
+    items[Item.HOLE_START :] = np.where(crossed, hole_start, end)
+    items[Item.HOLE_END] = np.where(crossed, hole_end, end)
+
+
+def _partials(
+    line: Line, items: Int32Array, block: Int64Array, unit: Int64Array, at: Int64Array
+) -> tuple[Int32Array, int]:
     """Number the partial rows of the items ``at``, and list the merges: ``(merges, rows)``."""
     items[Item.PARTIAL_ROW] = -1
     if not len(at):
@@ -175,7 +213,7 @@ def _partials(line: Line, items: Int32Array, block: Int64Array, at: Int64Array) 
     rows = items[Item.NUM_ROWS, at].astype(np.int64)
     offsets = prefix_sums(rows)
     items[Item.PARTIAL_ROW, at] = offsets[:-1]
-    begins = (items[Item.KEY_START, at] == 0).nonzero()[0]
+    begins = (unit[at] == 0).nonzero()[0]
     merges = items[:, at[begins]]  # segment, row_start, num_rows and head are the same columns
     merges[Merge.FIRST_ROW] = offsets[begins]
     merges[Merge.NUM_PARTS, :-1] = begins[1:] - begins[:-1]

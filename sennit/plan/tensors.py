@@ -37,11 +37,14 @@ class Header(IntEnum):
     ITEMS_AT = 13
     WORKERS_AT = 14
     MERGES_AT = 15
-    TABLE_AT = 16
+    TREES_AT = 16
+    TABLE_AT = 17
 
 
 HEADER_WORDS = 24
-SEGMENT_FIELDS = ("request", "q_start", "q_len", "kv_start", "kv_len", "key_offset", "causal")
+SEGMENT_FIELDS = (
+    "request", "q_start", "q_len", "kv_start", "kv_len", "key_offset", "causal", "tree_len", "tree_at", "mask_at",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Layout:
     Attributes:
         segments, items, merges: rows of :data:`ROW_WIDTH` words.
         strands, workers: shape of ``worker_indptr``, ``[strands, workers + 1]``.
+        trees: words of all token trees, each as :meth:`Tree.words` gives it.
         table: page table entries kept in the array (0: the table is the caller's device tensor).
     """
 
@@ -71,17 +75,19 @@ class Layout:
     merges: int
     strands: int
     workers: int
+    trees: int
     table: int
 
     @property
-    def offsets(self) -> tuple[int, int, int, int, int, int]:
-        """Offsets of segments, items, workers, merges and table, and the total, in words."""
+    def offsets(self) -> tuple[int, int, int, int, int, int, int]:
+        """Offsets of segments, items, workers, merges, trees and table, and the total, in words."""
         segments_at = HEADER_WORDS
         items_at = segments_at + self.segments * ROW_WIDTH
         workers_at = items_at + self.items * ROW_WIDTH
         merges_at = workers_at + self.strands * (self.workers + 1)
-        table_at = merges_at + self.merges * ROW_WIDTH
-        return segments_at, items_at, workers_at, merges_at, table_at, table_at + self.table
+        trees_at = merges_at + self.merges * ROW_WIDTH
+        table_at = trees_at + self.trees
+        return segments_at, items_at, workers_at, merges_at, trees_at, table_at, table_at + self.table
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +101,7 @@ class PlanTensors:
         stamp: int32 ``[1]`` on the CPU, the generation of ``host`` for which the plan was made.
         kv_lens: int32 ``[requests]`` on the device where exact lengths are only there, otherwise None.
         slots: int64 ``[rows]`` explicit slots for ``append``, or None.
+        packed_mask: uint8 ``[bytes]`` on the device, or None; see :func:`sennit.pack_mask`.
     """
 
     host: torch.Tensor
@@ -103,6 +110,7 @@ class PlanTensors:
     stamp: torch.Tensor
     kv_lens: torch.Tensor | None
     slots: torch.Tensor | None
+    packed_mask: torch.Tensor | None
 
 
 class PlanArrays:
@@ -146,7 +154,7 @@ def pack(
         table: page ids to keep in the array, or None.
         extents: the other header words.
     """
-    segments_at, items_at, workers_at, merges_at, table_at, _ = layout.offsets
+    segments_at, items_at, workers_at, merges_at, trees_at, table_at, _ = layout.offsets
     header = (
         extents.generation,
         extents.num_rows,
@@ -164,6 +172,7 @@ def pack(
         items_at,
         workers_at,
         merges_at,
+        trees_at,
         table_at,
     )
     array[: len(header)] = header
@@ -172,6 +181,10 @@ def pack(
     section = array[segments_at : segments_at + len(segments) * ROW_WIDTH].reshape(-1, ROW_WIDTH)
     for column, name in enumerate(SEGMENT_FIELDS):
         section[:, column] = getattr(segments, name)
+    for tree, at, q_len in zip(segments.trees, segments.tree_at.tolist(), segments.q_len.tolist(), strict=False):
+        if tree is not None:
+            words = tree.words(q_len)
+            array[trees_at + at : trees_at + at + len(words)] = words
     array[workers_at : workers_at + schedule.worker_indptr.size] = schedule.worker_indptr.ravel()
     if table is not None:
         array[table_at : table_at + table.size] = table

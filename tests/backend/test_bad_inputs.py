@@ -43,11 +43,21 @@ def queries(rows: int = 3, *shape: int, **options: Any) -> torch.Tensor:
     return torch.zeros(rows, *(shape or (4, 8)), **options)
 
 
+def biased():
+    bias = torch.zeros(4)
+    return SPEC.replace(score_mod=lambda score, b, h, q_idx, kv_idx: score + bias[h])
+
+
 def run(batch: Batch | None = None, q: Any = None, kv: Any = None, **options: Any) -> Any:
     attn = attention()
     plan = attn.plan(batch if batch is not None else csr())
     q = queries() if q is None else q
     return attn.run(plan, q, (pages(), pages()) if kv is None else kv, **({"sm_scale": 1.0} | options))
+
+
+def with_spec(spec: AttentionSpec, **options: Any) -> Any:
+    attn = attention(spec=spec)
+    return attn.run(attn.plan(csr()), queries(), (pages(), pages()), sm_scale=1.0, **options)
 
 
 def append(k: Any = None, v: Any = None, kv: Any = None, **changes: Any) -> Any:
@@ -158,11 +168,34 @@ CASES = [
     Case("a NumPy dtype", lambda: SPEC.replace(dtype=np.float32), I, ("dtype", "torch's dtypes", "numpy.float32")),
     Case("a text as kv_dtype", lambda: SPEC.replace(kv_dtype=""), I, ("kv_dtype", "torch's dtypes", "''")),
     # What no backend has yet
-    Case("a window", lambda: attention(spec=SPEC.replace(window_left=7)), U, ("window_left", "reference", "not implemented")),
-    Case("a score function", lambda: attention(spec=SPEC.replace(score_mod=lambda s, b, h, q, k: s)), U, ("score_mod",)),
-    Case("a token tree", lambda: attention().plan(csr(), tree=[0]), U, ("tree",)),
-    Case("a packed mask", lambda: attention().plan(csr(), packed_mask=[0]), U, ("packed_mask",)),
-    Case("learned sinks in run", lambda: run(sinks=torch.zeros(4)), U, ("sinks", "spec")),
+    Case("a tree that is not in a list", lambda: attention().plan(csr(), tree=sennit.Tree([-1])), I, ("tree", "list", "Tree")),
+    Case("too few trees", lambda: attention().plan(csr(), tree=[None]), I, ("tree", "2 entries", "1")),
+    Case("parents instead of a tree", lambda: attention().plan(csr(), tree=[[-1, 0, 0], None]), I, ("tree[0]", "Tree or None", "list")),
+    Case("a tree of fewer nodes than rows", lambda: attention().plan(csr(), tree=[sennit.Tree([-1]), None]), I, ("tree[0]", "2 rows", "1 nodes")),
+    Case("a tree of more nodes than keys", lambda: attention().plan(csr(), tree=[sennit.Tree([-1] * 6), None]), I, ("tree[0]", "5 keys", "6 nodes")),
+    Case("a tree without causality", lambda: attention().plan(csr(), causal=False, tree=[sennit.Tree([-1, 0, 0]), None]), I, ("causal", "request 0", "False")),
+    Case("a parent after its node", lambda: sennit.Tree([-1, 2, 0]), I, ("parents[1]", "-1 to 0", "2")),
+    Case("a parent below -1", lambda: sennit.Tree([-2]), I, ("parents[0]", "-1", "-2")),
+    Case("parents that are no integers", lambda: sennit.Tree([0.5]), I, ("parents", "integers", "float64")),
+    Case("a packed mask of the wrong dtype", lambda: attention().plan(csr(), packed_mask=torch.ones(4)), I, ("packed_mask", "uint8", "float32")),
+    Case("a packed mask of the wrong size", lambda: attention().plan(csr(), packed_mask=torch.zeros(3, dtype=torch.uint8)), I, ("packed_mask", "4 bytes", "3")),
+    Case("a mask of integers to pack", lambda: sennit.pack_mask([torch.ones(2, 2)]), I, ("masks[0]", "bool", "float32")),
+    Case("one mask instead of a list", lambda: sennit.pack_mask(torch.ones(2, 2, dtype=torch.bool)), I, ("masks", "list", "Tensor")),
+    Case("learned sinks that the spec does not have", lambda: run(sinks=torch.zeros(4)), I, ("sinks", "None", "learned_sinks=False")),
+    Case("no learned sinks", lambda: with_spec(SPEC.replace(learned_sinks=True)), I, ("sinks", "float32 [4]", "nothing")),
+    Case("learned sinks of another dtype", lambda: with_spec(SPEC.replace(learned_sinks=True), sinks=torch.zeros(4).half()), I, ("sinks", "float32", "float16")),
+    Case("learned sinks of another count", lambda: with_spec(SPEC.replace(learned_sinks=True), sinks=torch.zeros(3)), I, ("sinks", "[4]", "(3,)")),
+    Case("no slopes", lambda: with_spec(SPEC.replace(alibi=True)), I, ("alibi_slopes", "float32 [4]", "nothing")),
+    Case("slopes that the spec does not have", lambda: run(alibi_slopes=torch.zeros(4)), I, ("alibi_slopes", "None", "alibi=False")),
+    Case("captures that no function has", lambda: run(captures={"bias": torch.zeros(4)}), I, ("captures", "no function", "bias")),
+    Case("captures that are no dictionary", lambda: run(captures=[torch.zeros(4)]), I, ("captures", "dictionary", "list")),
+    Case("no captures", lambda: with_spec(biased()), I, ("captures", "bias", "nothing")),
+    Case("a capture of another dtype", lambda: with_spec(biased(), captures={"bias": torch.zeros(4).half()}), I, ("captures['bias']", "float32", "float16")),
+    Case("a capture of other dimensions", lambda: with_spec(biased(), captures={"bias": torch.zeros(4, 4)}), I, ("captures['bias']", "1 dimension", "(4, 4)")),
+    Case("an empty capture", lambda: with_spec(biased(), captures={"bias": torch.zeros(0)}), I, ("captures['bias']", "not empty", "(0,)")),
+    Case("a capture that is a list", lambda: with_spec(biased(), captures={"bias": [0.0]}), I, ("captures['bias']", "tensor", "list")),
+    Case("a graph of the other kind", lambda: SPEC.replace(mask_mod=biased().score_mod), I, ("mask_mod", "mask_mod", "score_mod")),
+    Case("a room of minus one for trees", lambda: attention().buffers(max_requests=1, max_tokens=1, max_pages=1, max_tree_nodes=-1), I, ("max_tree_nodes", "0", "-1")),
     Case("a scale of FP8 keys", lambda: run(k_scale=0.5), U, ("k_scale",)),
     # Objects
     Case("a page size of zero", lambda: attention(page_size=0), I, ("page_size", "positive", "0")),

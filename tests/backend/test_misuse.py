@@ -159,7 +159,7 @@ sys.stdout.buffer.write(pickle.dumps(attn.plan(sennit.Batch.parse("3@9 + 1@5", p
     stranger = dataclasses.replace(plan, key="nobody/knows/it").tensors
     arguments = (stranger.host, stranger.device, stranger.page_table, stranger.stamp, None)
     refused(
-        lambda: torch.ops.sennit.attend("nobody", q, *pools, torch.empty(4, 4, 8), None, *arguments, 1.0, True),
+        lambda: torch.ops.sennit.attend("nobody", q, *pools, torch.empty(4, 4, 8), None, *arguments, None, None, None, [], 1.0, True),
         "key", "nobody",
     )  # fmt: skip
 

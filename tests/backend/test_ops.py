@@ -28,7 +28,7 @@ def test_attend_passes_opcheck():
     problem, _, plan = planned([9, 5], [3, 1])
     out = torch.empty(4, 4, 8)
     lse = torch.empty(4, 4)
-    arguments = (plan.key, problem.q, *problem.kv, out, lse, *tensors(plan), 0.3, False)
+    arguments = (plan.key, problem.q, *problem.kv, out, lse, *tensors(plan), None, None, None, [], 0.3, False)
     torch.library.opcheck(torch.ops.sennit.attend.default, arguments)
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2] / "sennit"
 # Lower lines may import higher ones; on one line, modules may import those to their left.
 LAYERS = [
     ["errors", "env"],
+    ["variants"],
     ["spec", "device", "pools"],
     ["cache", "plan", "jit"],
     ["backends", "ops"],

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from sennit.check.oracle import token_positions
 from sennit.plan.batch import Batch
 from sennit.plan.cost import KernelConfig, Strand, place
 from sennit.plan.plan import make_plan
 from sennit.plan.schedule import Item, Merge
 from sennit.plan.segments import from_batch
 from sennit.plan.tensors import PlanArrays
+from sennit.plan.tree import Tree
 from sennit.spec import AttentionSpec
 
 GQA = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
@@ -69,49 +71,120 @@ def random_text(rng):
     return " + ".join(request() for _ in range(rng.integers(0, 9)))
 
 
+WINDOWS = {
+    "plain": {},
+    "window": {"window_left": 5},
+    "sinks": {"window_left": 6, "num_sink_tokens": 5},
+    "both-sides": {"window_left": 3, "window_right": 2, "num_sink_tokens": 2},
+    "right": {"window_right": 3},
+}
+
+
+def visible_pairs(q_len, kv_len, *, causal=True, parents=None, window_left=None, window_right=None, num_sink_tokens=0):
+    """bool [q_len, kv_len]: what each row sees, from the definition."""
+    rows, keys = (t.numpy() for t in token_positions(q_len, kv_len, parents))
+    seen = visible(q_len, kv_len, causal, parents)
+    distance = rows[:, None] - keys
+    near = np.ones_like(seen)
+    if window_left is not None:
+        near &= distance <= window_left
+    if window_right is not None:
+        near &= distance >= -window_right
+    return seen & (near | (keys < num_sink_tokens))
+
+
+def visible(q_len, kv_len, causal, parents):
+    if parents is None:
+        row = kv_len - q_len + np.arange(q_len)[:, None]
+        return (np.arange(kv_len) <= row) | (not causal)
+    seen = np.zeros((q_len, kv_len), bool)
+    first = kv_len - len(parents)
+    for i in range(q_len):
+        node = len(parents) - q_len + i
+        seen[i, :first] = True
+        while node >= 0:
+            seen[i, first + node], node = True, parents[node]
+    return seen
+
+
+def random_parents(rng, q_len, kv_len):
+    if q_len > kv_len or rng.random() < 0.4:
+        return None
+    return [int(rng.integers(-1, node)) for node in range(int(rng.integers(q_len, min(kv_len, q_len + 9) + 1)))]
+
+
 @pytest.mark.parametrize("combine", ["sum", "max"])
-@pytest.mark.parametrize("split_size", [None, 4, 12])
-def test_every_row_head_and_key_is_computed_exactly_once(combine, split_size):
+@pytest.mark.parametrize("split_size", [None, 4, 10])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("trees", [False, True])
+def test_every_row_head_and_visible_key_is_computed_once_and_hidden_ranges_never(combine, split_size, window, trees):
     rng = np.random.default_rng(3)
     config = KernelConfig("c", SMALL.strands, 7, combine)
-    spec = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float32)
-    for _ in range(150):
-        plan = plan_of(random_text(rng), config, spec, page_size=4, split_size=split_size)
-        count = [
-            np.zeros((2, q * 3, max(k, 1)), int) for q, k in zip(plan.batch.q_lens, plan.batch.kv_lens, strict=True)
+    spec = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float32, **WINDOWS[window])
+    for page_size in [4, 3, 16, 1, 5] * 8:
+        text = random_text(rng)
+        lengths = Batch.parse(text, page_size=page_size)
+        pairs = list(zip(lengths.q_lens.tolist(), lengths.kv_lens.tolist(), strict=True))
+        parents = [random_parents(rng, *pair) if trees else None for pair in pairs]
+        causal = [bool(rng.random() < 0.7) or bool(nodes) for nodes in parents]
+        plan = plan_of(
+            text, config, spec, page_size=page_size, split_size=split_size, causal=causal,
+            tree=[None if nodes is None else Tree(nodes) for nodes in parents] if trees else None,
+        )  # fmt: skip
+        count = [np.zeros((2, q * 3, k), int) for q, k in pairs]
+        seen = [
+            visible_pairs(*pair, causal=flag, parents=nodes, **WINDOWS[window])
+            for pair, flag, nodes in zip(pairs, causal, parents, strict=True)
         ]
-        written = [np.zeros((2, q * 3), int) for q in plan.batch.q_lens]
+        written = [np.zeros((2, q * 3), int) for q, _ in pairs]
         partial_rows = np.zeros(plan.schedule.num_partial_rows, int)
+        planned = {}
         for item in plan.schedule.items.T.tolist():
-            r, row, rows, head, heads, first, last, partial = item
+            r, row, rows, head, heads, first, last, partial, hole_start, hole_end, *_ = item
             assert rows > 0
             assert heads > 0
-            count[r][head : head + heads, row : row + rows, first:last] += 1
+            assert 0 <= first <= hole_start <= hole_end <= last <= pairs[r][1]
+            keys = np.r_[first:hole_start, hole_end:last].astype(int)
+            count[r][head : head + heads, row : row + rows, keys] += 1
+            planned[r, row, rows, head] = planned.get((r, row, rows, head), 0) + len(keys)
+            if len(keys) and window != "plain" and not trees:
+                pages = np.unique(keys // page_size)
+                reachable = visible_pairs(*pairs[r], causal=False, **{**WINDOWS[window], "window_right": None})
+                assert (
+                    reachable.any(axis=0)[
+                        np.minimum(pages[:, None] * page_size + np.arange(page_size), pairs[r][1] - 1)
+                    ]
+                    .any(axis=1)
+                    .all()
+                )
             if partial < 0:
                 written[r][head : head + heads, row : row + rows] += 1
             else:
                 partial_rows[partial : partial + heads * rows] += 1
         read_rows = np.zeros_like(partial_rows)
-        for r, row, rows, head, first, parts, stride, _ in plan.schedule.merges.T.tolist():
+        for r, row, rows, head, first, parts, stride, *_ in plan.schedule.merges.T.tolist():
             assert parts > 1
             written[r][head, row : row + rows] += 1
             for part in range(parts):
                 read_rows[first + part * stride : first + part * stride + rows] += 1
-        for r, (q_len, kv_len) in enumerate(zip(plan.batch.q_lens, plan.batch.kv_lens, strict=True)):
-            position = kv_len - q_len + np.arange(q_len * 3) // 3
-            visible = np.arange(max(kv_len, 1))[None, :] <= position[:, None]
-            assert (count[r][:, visible & (np.arange(max(kv_len, 1)) < kv_len)] == 1).all()
+        for r, sees in enumerate(seen):
+            assert (count[r][:, sees.repeat(3, axis=0)] == 1).all()
             assert count[r].max(initial=0) <= 1
             assert (written[r] == 1).all()
+        for (r, row, rows, _), keys in planned.items():
+            useful = seen[r][row // 3 : -(-(row + rows) // 3)].any(axis=0).sum()
+            slack = 4 * 3 + (split_size or 0) + 2 * len(parents[r] or ())
+            assert keys <= useful + slack, (text, page_size)
         assert (partial_rows == 1).all()
         assert (read_rows == 1).all()
 
 
 @pytest.mark.parametrize("combine", ["sum", "max"])
-def test_workers_take_all_items_and_their_predicted_loads_are_the_time_of_their_items(combine):
+@pytest.mark.parametrize("window", WINDOWS)
+def test_workers_take_all_items_and_their_predicted_loads_are_the_time_of_their_items(combine, window):
     rng = np.random.default_rng(4)
     config = KernelConfig("c", SMALL.strands, 7, combine)
-    spec = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    spec = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float32, **WINDOWS[window])
     for _ in range(100):
         plan = plan_of(random_text(rng), config, spec, page_size=4)
         indptr = plan.schedule.worker_indptr
@@ -121,7 +194,8 @@ def test_workers_take_all_items_and_their_predicted_loads_are_the_time_of_their_
         for s, strand in enumerate(config.strands):
             for worker in range(7):
                 items = plan.schedule.items[:, indptr[s, worker] : indptr[s, worker + 1]]
-                steps = np.maximum(-(-(items[Item.KEY_END] - items[Item.KEY_START]) // strand.key_step), 1)
+                steps = -(-(items[Item.HOLE_START] - items[Item.KEY_START]) // strand.key_step)
+                steps = np.maximum(steps - (items[Item.HOLE_END] - items[Item.KEY_END]) // strand.key_step, 1)
                 times = items[Item.NUM_HEADS] * (strand.item_time + steps * strand.step_time)
                 times = times + strand.split_time * (items[Item.PARTIAL_ROW] >= 0)
                 assert plan.schedule.loads[s, worker] == pytest.approx(times.sum())
@@ -153,7 +227,7 @@ def test_small_plans_are_within_ten_percent_of_the_best_assignment():
 
 def items_of(plan, request):
     """The strand-independent description of one request's items and merges, without partial rows."""
-    items = plan.schedule.items[:, plan.schedule.items[Item.SEGMENT] == request][1:7]
+    items = plan.schedule.items[:, plan.schedule.items[Item.SEGMENT] == request][[1, 2, 3, 4, 5, 6, 8, 9]]
     merges = plan.schedule.merges[:, plan.schedule.merges[Merge.SEGMENT] == request]
     heads = np.repeat(items, items[3], axis=1)  # one column a head
     first = np.concatenate([np.arange(n) for n in items[3]]) if items.size else np.empty(0, int)

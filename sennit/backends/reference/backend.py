@@ -10,25 +10,14 @@ import torch
 
 from sennit.backends.base import Append, Attend, Support
 from sennit.backends.reference.keys import Segment, new_slots, read_keys, read_segment
-from sennit.backends.reference.softmax import attend_block, merge_states
+from sennit.backends.reference.logits import Block, block_logits
+from sennit.backends.reference.softmax import add_sinks, attend_block, merge_states
 from sennit.plan.cost import KernelConfig, Strand
 from sennit.spec import AttentionSpec
 
 __all__ = ["ReferenceBackend"]
 
 LOGITS_AT_ONCE = 2**24  # numbers; longer prefills are computed some rows at a time
-NOT_YET = frozenset(
-    {
-        "window_left",
-        "window_right",
-        "num_sink_tokens",
-        "learned_sinks",
-        "alibi",
-        "logits_soft_cap",
-        "score_mod",
-        "mask_mod",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -48,9 +37,8 @@ class ReferenceBackend:
         return Support.yes()
 
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
-        """Plain masks, causal or not; any heads, dims, pages and layouts."""
-        missing = sorted(spec.features & NOT_YET)
-        return Support.no(f"{', '.join(missing)} not implemented") if missing else Support.yes()
+        """Everything that a spec or a plan can ask."""
+        return Support.yes()
 
     def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
         """One configuration with both strands; small tiles, so that small tests are cut and merged too."""
@@ -93,20 +81,20 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _attend_segment(launch: Attend, segment: Segment) -> None:
     """All rows and heads of a segment over all its keys, some rows at a time."""
-    spec, dtype = launch.spec, _compute_dtype(launch.spec.dtype)
-    k, v = read_keys(launch, segment, 0, segment.kv_len, dtype)
+    spec, dtype, device = launch.spec, _compute_dtype(launch.spec.dtype), launch.q.device
     at_once = max(1, LOGITS_AT_ONCE // max(1, segment.kv_len * spec.num_qo_heads))
+    heads = torch.arange(spec.num_qo_heads, device=device).view(spec.num_kv_heads, 1, spec.group_size)
     for start in range(0, segment.q_len, at_once):
-        tokens = torch.arange(start, min(start + at_once, segment.q_len), device=launch.q.device)
-        rows = slice(segment.q_start + start, segment.q_start + start + len(tokens))
+        stop = min(start + at_once, segment.q_len)
+        tokens = torch.arange(start, stop, device=device)
+        keys = segment.keys(spec, start, stop - 1, device)
+        k, v = read_keys(launch, segment, keys, dtype)
+        rows = slice(segment.q_start + start, segment.q_start + stop)
         # [tokens, kv heads, group, dim] -> [kv heads, tokens * group, dim]
         q = launch.q[rows].to(dtype).unflatten(1, (spec.num_kv_heads, spec.group_size)).transpose(0, 1).flatten(1, 2)
-        visible = segment.visible(tokens, 0, segment.kv_len).repeat_interleave(spec.group_size, dim=0)
-        out, lse = attend_block(q, k, v, visible, launch.sm_scale)
-        shape = (spec.num_kv_heads, len(tokens), spec.group_size)
-        launch.out[rows] = out.unflatten(1, shape[1:]).transpose(0, 1).flatten(1, 2).to(launch.out.dtype)
-        if launch.lse is not None:
-            launch.lse[rows] = lse.unflatten(1, shape[1:]).transpose(0, 1).flatten(1, 2).float()
+        packed_heads = heads.expand(-1, len(tokens), -1).flatten(1)
+        block = Block(segment, tokens.repeat_interleave(spec.group_size), packed_heads, keys)
+        _write(launch, block, *attend_block(block_logits(launch, block, q, k), v))
 
 
 def _attend_items(launch: Attend) -> None:
@@ -119,42 +107,51 @@ def _attend_items(launch: Attend) -> None:
         for first, last in pairwise(bounds):
             for item in launch.arrays.items[first:last].tolist():
                 _run_item(launch, item, partial_out, partial_lse, dtype)
-    for index, row_start, num_rows, head, first_row, num_parts, stride, _ in launch.arrays.merges.tolist():
+    for index, row_start, num_rows, head, first_row, num_parts, stride, *_ in launch.arrays.merges.tolist():
         parts = (first_row + torch.arange(num_parts)[:, None] * stride + torch.arange(num_rows)).to(launch.q.device)
+        block = _block(launch, read_segment(launch, index), row_start, num_rows, head, parts.new_empty(0))
         out, lse = merge_states(partial_out[parts], partial_lse[parts])
-        _write(launch, read_segment(launch, index), row_start, head, out, lse)
+        _write(launch, block, out[None], lse[None])
 
 
 def _partial_rows(launch: Attend) -> int:
-    _, _, num_rows, _, first_row, num_parts, stride, _ = launch.arrays.merges.T
+    _, _, num_rows, _, first_row, num_parts, stride, *_ = launch.arrays.merges.T
     return int((first_row + (num_parts - 1) * stride + num_rows).max())
 
 
 def _run_item(
     launch: Attend, item: list[int], partial_out: torch.Tensor, partial_lse: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    index, row_start, num_rows, head_start, num_heads, key_start, key_end, partial_row = item
-    spec, segment = launch.spec, read_segment(launch, index)
-    packed = torch.arange(row_start, row_start + num_rows, device=launch.q.device)
-    tokens, member = packed // spec.group_size, packed % spec.group_size
-    k, v = read_keys(launch, segment, key_start, key_end, dtype)
-    visible = segment.visible(tokens, key_start, key_end)
+    index, row_start, num_rows, head_start, num_heads, key_start, key_end, partial_row, hole_start, hole_end, *_ = item
+    segment, device = read_segment(launch, index), launch.q.device
+    keys = torch.cat(
+        [torch.arange(key_start, hole_start, device=device), torch.arange(hole_end, key_end, device=device)]
+    )
+    k, v = read_keys(launch, segment, keys, dtype)
     for head in range(head_start, head_start + num_heads):
-        q = launch.q[segment.q_start + tokens, head * spec.group_size + member].to(dtype)
-        out, lse = attend_block(q[None], k[head : head + 1], v[head : head + 1], visible, launch.sm_scale)
+        block = _block(launch, segment, row_start, num_rows, head, keys)
+        q = launch.q[segment.q_start + block.tokens, block.heads].to(dtype)
+        out, lse = attend_block(block_logits(launch, block, q, k[head : head + 1]), v[head : head + 1])
         if partial_row < 0:
-            _write(launch, segment, row_start, head, out[0], lse[0])
+            _write(launch, block, out, lse)
         else:
             first = partial_row + (head - head_start) * num_rows
             partial_out[first : first + num_rows] = out[0]
             partial_lse[first : first + num_rows] = lse[0]
 
 
-def _write(launch: Attend, segment: Segment, row_start: int, head: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Packed rows from ``row_start`` of one KV head into the output."""
-    packed = torch.arange(row_start, row_start + len(out), device=out.device)
-    tokens = segment.q_start + packed // launch.spec.group_size
-    heads = head * launch.spec.group_size + packed % launch.spec.group_size
-    launch.out[tokens, heads] = out.to(launch.out.dtype)
+def _block(launch: Attend, segment: Segment, row_start: int, num_rows: int, head: int, keys: torch.Tensor) -> Block:
+    """Packed rows from ``row_start`` of one KV head."""
+    packed = torch.arange(row_start, row_start + num_rows, device=keys.device)
+    group = launch.spec.group_size
+    return Block(segment, packed // group, (head * group + packed % group)[None], keys)
+
+
+def _write(launch: Attend, block: Block, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Final results ``[heads, rows, dim]`` and ``[heads, rows]`` into the output, learned sinks included."""
+    if launch.sinks is not None:
+        out, lse = add_sinks(out, lse, launch.sinks[block.heads])
+    tokens = block.segment.q_start + block.tokens
+    launch.out[tokens, block.heads] = out.to(launch.out.dtype)
     if launch.lse is not None:
-        launch.lse[tokens, heads] = lse.float()
+        launch.lse[tokens, block.heads] = lse.float()

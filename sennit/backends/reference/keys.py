@@ -7,61 +7,109 @@ from dataclasses import dataclass
 import torch
 
 from sennit.backends.base import Append, Attend
+from sennit.plan.tensors import Header
+from sennit.spec import AttentionSpec
 
-__all__ = ["Segment", "new_slots", "read_keys", "read_segment"]
+__all__ = ["Segment", "SegmentTree", "new_slots", "read_keys", "read_segment"]
+
+
+@dataclass(frozen=True)
+class SegmentTree:
+    """The tree of a segment's last keys: depths ``[nodes]``, and what its rows see of it, bool ``[q_len, nodes]``."""
+
+    depths: torch.Tensor
+    sees: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Segment:
     """One segment as Python numbers; ``exact_len`` is a 0-dim tensor where only the device knows it."""
 
+    request: int
     q_start: int
     q_len: int
     kv_start: int
     kv_len: int
     key_offset: int
     causal: bool
+    mask_at: int
     exact_len: int | torch.Tensor
+    tree: SegmentTree | None
 
-    def visible(self, tokens: torch.Tensor, key_start: int, key_end: int) -> torch.Tensor:
-        """bool ``[tokens, keys]``: key ``j`` is visible iff ``j < kv_len`` and, if causal, ``j <= p``."""
-        keys = torch.arange(key_start, key_end, device=tokens.device)
-        position = self.exact_len - self.q_len + tokens
+    def row_positions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Position of each token."""
+        if self.tree is None:
+            return self.exact_len - self.q_len + tokens
+        nodes = len(self.tree.depths)
+        return self.exact_len - nodes + self.tree.depths[nodes - self.q_len + tokens]
+
+    def key_positions(self, keys: torch.Tensor) -> torch.Tensor:
+        """Position of each key."""
+        if self.tree is None:
+            return self.key_offset + keys
+        committed, nodes = self.exact_len - len(self.tree.depths), len(self.tree.depths)
+        depths = self.tree.depths[(keys - committed).clamp(0, nodes - 1)]
+        return torch.where(keys < committed, keys, committed + depths)
+
+    def visible(self, tokens: torch.Tensor, keys: torch.Tensor, row_positions: torch.Tensor) -> torch.Tensor:
+        """bool ``[tokens, keys]``: what there is and, of that, what causality or the tree lets each token see."""
         seen = (keys < self.exact_len).expand(len(tokens), -1)
-        if self.causal:
-            seen = seen & (self.key_offset + keys <= position.unsqueeze(1))
-        return seen
+        if self.tree is not None:
+            committed, nodes = self.exact_len - len(self.tree.depths), len(self.tree.depths)
+            pending = self.tree.sees[tokens][:, (keys - committed).clamp(0, nodes - 1)]
+            return seen & ((keys < committed) | pending)
+        return seen & (self.key_offset + keys <= row_positions) if self.causal else seen
+
+    def keys(self, spec: AttentionSpec, first_token: int, last_token: int, device: torch.device) -> torch.Tensor:
+        """int64 ``[keys]``: at least every key that these rows see; those behind a window are left out."""
+        first, sinks = 0, 0
+        if spec.window_left is not None and isinstance(self.exact_len, int):
+            oldest = first_token if self.tree is None else self.q_len - len(self.tree.depths)
+            first = min(max(self.exact_len - self.q_len + oldest - spec.window_left, 0), self.kv_len)
+            sinks = min(spec.num_sink_tokens, first)
+        last = self.kv_len
+        if self.causal and isinstance(self.exact_len, int):
+            last = min(max(self.exact_len - self.q_len + last_token + 1, first), self.kv_len)
+        return torch.cat([torch.arange(sinks, device=device), torch.arange(first, last, device=device)])
 
 
 def read_segment(launch: Attend | Append, index: int) -> Segment:
     """Segment ``index`` of a plan."""
-    request, q_start, q_len, kv_start, kv_len, key_offset, causal, _ = launch.arrays.segments[index].tolist()
+    request, q_start, q_len, kv_start, kv_len, key_offset, causal, tree_len, tree_at, mask_at, *_ = (
+        launch.arrays.segments[index].tolist()
+    )
+    tree = None
+    if tree_len:
+        start = launch.arrays[Header.TREES_AT] + tree_at
+        words = launch.plan[start : start + tree_len + q_len * -(-tree_len // 32)].long()
+        node = torch.arange(tree_len, device=words.device)
+        rows = words[tree_len:].view(q_len, -(-tree_len // 32))
+        tree = SegmentTree(words[:tree_len], (rows[:, node // 32] >> (node % 32) & 1).bool())
     exact = kv_len if launch.kv_lens is None else launch.kv_lens[request]
-    return Segment(q_start, q_len, kv_start, kv_len, key_offset, bool(causal), exact)
+    return Segment(
+        request, q_start, q_len, kv_start, kv_len, key_offset, bool(causal), mask_at, exact, tree
+    )  # fmt: skip
 
 
 def read_keys(
-    launch: Attend, segment: Segment, key_start: int, key_end: int, dtype: torch.dtype
+    launch: Attend, segment: Segment, keys: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``key_start : key_end`` of a segment as ``[num_kv_heads, keys, dim]`` of ``dtype``.
+    """Some keys of a segment and their values as ``[num_kv_heads, keys, dim]`` of ``dtype``.
 
-    Keys past the exact length are zeroed, since slots that nobody owns may hold NaN and zero times NaN is NaN.
+    Keys past an exact length, and keys whose page a window has given back, are zeroed and not read: slots that nobody
+    owns may hold NaN, and zero times NaN is NaN.
     """
+    there = keys < segment.exact_len
     if launch.page_size is None:
-        rows = slice(segment.kv_start + key_start, segment.kv_start + key_end)
-        k, v = launch.k[rows], launch.v[rows]
+        k, v = launch.k[segment.kv_start + keys], launch.v[segment.kv_start + keys]
     else:
-        first, last = key_start // launch.page_size, -(-key_end // launch.page_size)
-        pages = launch.page_table[segment.kv_start + first : segment.kv_start + last].long()
-        if isinstance(segment.exact_len, torch.Tensor):
-            # Entries past the exact length may hold anything; any page serves, since its keys are zeroed below.
-            first_keys = torch.arange(first, last, device=pages.device) * launch.page_size
-            pages = pages.masked_fill(first_keys >= segment.exact_len, 0)
-        keys = slice(key_start - first * launch.page_size, key_end - first * launch.page_size)
-        k, v = launch.k[pages].flatten(0, 1)[keys], launch.v[pages].flatten(0, 1)[keys]
-    if isinstance(segment.exact_len, torch.Tensor):
-        beyond = (torch.arange(key_start, key_end, device=k.device) >= segment.exact_len)[:, None, None]
-        k, v = k.masked_fill(beyond, 0), v.masked_fill(beyond, 0)
+        pages = launch.page_table[segment.kv_start + keys // launch.page_size].long()
+        there &= pages >= 0
+        pages = pages.masked_fill(~there, 0)  # any page serves
+        k, v = launch.k[pages, keys % launch.page_size], launch.v[pages, keys % launch.page_size]
+    if isinstance(segment.exact_len, torch.Tensor) or launch.spec.window_left is not None:
+        absent = ~there[:, None, None]
+        k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
     return k.transpose(0, 1).to(dtype), v.transpose(0, 1).to(dtype)
 
 

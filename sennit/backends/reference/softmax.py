@@ -1,35 +1,24 @@
-"""Attention of some rows over some keys, and the merge of such results: the arithmetic that defines what is right."""
+"""Attention weights from logits, and the merge of partial results: the arithmetic that defines what is right."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["attend_block", "merge_states"]
+__all__ = ["add_sinks", "attend_block", "merge_states"]
 
 
-def attend_block(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: torch.Tensor,
-    sm_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of ``rows`` queries over ``keys`` keys, heads side by side.
+def attend_block(logits: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over keys, times values.
 
     Args:
-        q: ``[heads, rows, head_dim_qk]``.
-        k: ``[heads, keys, head_dim_qk]``.
+        logits: ``[heads, rows, keys]``, ``-inf`` where a key is hidden.
         v: ``[heads, keys, head_dim_vo]``.
-        visible: bool ``[rows, keys]``.
-        sm_scale: factor of the logits.
 
     Returns:
-        ``(out [heads, rows, head_dim_vo], lse [heads, rows])`` in q's dtype; a row that sees no key gives zeros and
-        ``-inf``.
+        ``(out [heads, rows, head_dim_vo], lse [heads, rows])``; a row that sees no key gives zeros and ``-inf``.
     """
-    logits = (q @ k.transpose(1, 2)).mul_(sm_scale).masked_fill_(~visible, -torch.inf)
     if not logits.shape[-1]:
-        return q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_full(q.shape[:2], -torch.inf)
+        return logits.new_zeros(*logits.shape[:2], v.shape[-1]), logits.new_full(logits.shape[:2], -torch.inf)
     largest = logits.amax(dim=-1, keepdim=True)
     weights = (logits - largest.masked_fill(largest.isneginf(), 0)).exp_()
     total = weights.sum(dim=-1, keepdim=True)
@@ -51,3 +40,15 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
     weights = (lses - lse.masked_fill(lse.isneginf(), 0)).exp_().unsqueeze(-1)
     # A state of weight zero may hold anything, and zero times NaN is NaN.
     return (weights * outs.masked_fill(weights == 0, 0)).sum(dim=0), lse
+
+
+def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let learned sinks into the denominator, once and after every merge: keys with a logit and a value of zero.
+
+    Args:
+        out: ``[..., dim]``.
+        lse: ``[...]``.
+        sinks: ``[...]``, the logit of each row's head.
+    """
+    with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return out * (lse - with_sinks.masked_fill(with_sinks.isneginf(), 0)).exp_().unsqueeze(-1), with_sinks
