@@ -34,6 +34,8 @@ def describe(plan: Plan, *, causal: bool) -> dict[str, Any]:
         "head_dim_vo": spec.head_dim_vo,
         "page_size": plan.page_size,
         "causal": causal,
+        "window_left": spec.window_left,
+        "num_sink_tokens": spec.num_sink_tokens,
         "split_size": plan.split_size,
         "backend": plan.backend,
         "configuration": config.name,

@@ -41,6 +41,10 @@ def plan(
         int | None, typer.Option(min=1, metavar="N", help="Split keys at its multiples only.")
     ] = None,
     causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Rows see no key behind their own.")] = True,
+    window_left: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Keys more than N positions behind a row are hidden.")
+    ] = None,
+    sink_tokens: Annotated[int, typer.Option(min=0, metavar="N", help="First keys that the window never hides.")] = 0,
     workers: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers (SMs).", show_default="132")] = None,
     combine: Annotated[
         Combine | None, typer.Option(help="Strands one after the other (sum), side by side (max).", show_default="max")
@@ -53,12 +57,12 @@ def plan(
 ) -> None:
     """Show how a batch is cut into work items and placed on workers. Nothing is computed, and no GPU is needed.
 
-    Example: sennit plan "2048@2048 + 128*1@2048" --heads 32/8
+    Example: sennit plan "2048@2048 + 128*1@2048" --heads 32/8 --window-left 1023
     """
     from sennit.cli.description import describe
     from sennit.plan.batch import Batch
 
-    spec = _spec(heads, head_dim)
+    spec = _spec(heads, head_dim).replace(window_left=window_left, num_sink_tokens=sink_tokens)
     parsed = Batch.parse(batch, page_size=page_size)
     configs = _example(workers, combine) if backend is None else _offered(backend, spec, workers, combine)
     made = _make(parsed, spec, configs, backend or "example", page_size, causal, split_size)
@@ -182,7 +186,7 @@ def _facts(described: dict[str, Any]) -> Table:
     items = ", ".join(f"{count} {name}" for name, count in described["items_by_strand"].items())
     rows = {
         "layer": f"{described['num_qo_heads']} query heads, {described['num_kv_heads']} KV heads, head dim {dim}",
-        "step": f"{'causal' if described['causal'] else 'not causal'}, pages of {described['page_size']}, {splitting}",
+        "step": f"{_masks(described)}, pages of {described['page_size']}, {splitting}",
         "configuration": f"{described['configuration']}, {described['workers']} workers, strands {how}",
         "tiles": strands,
         "work items": f"{described['items']} ({items})",
@@ -194,6 +198,13 @@ def _facts(described: dict[str, Any]) -> Table:
     for name, value in rows.items():
         facts.add_row(name, value)
     return facts
+
+
+def _masks(described: dict[str, Any]) -> str:
+    causal = "causal" if described["causal"] else "not causal"
+    if described["window_left"] is None:
+        return causal
+    return f"{causal}, {described['window_left']} keys behind and the first {described['num_sink_tokens']}"
 
 
 def _segments(groups: list[dict[str, Any]]) -> Table:
