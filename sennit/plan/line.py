@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -154,62 +155,74 @@ def make_line(
         page_size: tokens a page; 1 for packed keys.
         split_size: keys of a fixed chunk, or None.
     """
+    tiles = _make_tiles(segments, strand, config, group_size)
+    num_sinks = segments.window.num_sinks if segments.window is not None else 0
+    if split_size is not None:
+        return _chunked(tiles, config, num_kv_heads, num_sinks, page_size, split_size)
+    step = config.key_steps[tiles.strand]
+    if segments.window is None:
+        keys = KeySteps(np.zeros_like(tiles.key_end), tiles.key_end, tiles.key_end, tiles.key_end)
+    else:
+        keys = key_steps(np.zeros_like(tiles.key_end), tiles.key_end, tiles.window_start, num_sinks, step, page_size)
+    # A tile that sees no key still takes a step: it writes zeros.
+    units = np.maximum(keys.count(step), 1)
+    return Line(config, num_kv_heads, tiles.strand, tiles.segment, tiles.row_start, tiles.num_rows, keys, units, None)
+
+
+class _Tiles(NamedTuple):
+    """Columns of one entry a tile, strand after strand: whose it is, its packed rows, and which keys they see."""
+
+    strand: Int64Array
+    segment: Int64Array
+    row_start: Int64Array
+    num_rows: Int64Array
+    window_start: Int64Array
+    key_end: Int64Array
+
+
+def _make_tiles(segments: Segments, strand: Int64Array, config: KernelConfig, group_size: int) -> _Tiles:
     segment = strand.argsort(kind="stable")
     strand = strand[segment]
-    packed_rows = segments.q_len[segment] * group_size
+    num_rows = segments.q_len[segment] * group_size
     tile_rows = config.tile_rows[strand]
-    tiles = -(-packed_rows // tile_rows)
-    if (tiles == 1).all():
-        row_start, num_rows, key_end = np.zeros_like(tiles), packed_rows, segments.kv_len[segment]
-        if segments.window is not None:
-            key_end = last_keys(segments, segment, segments.q_len[segment] - 1)
-    else:
-        tile = np.arange(tiles.sum()) - (tiles.cumsum() - tiles).repeat(tiles)
-        segment, strand, packed_rows, tile_rows = (
-            column.repeat(tiles) for column in (segment, strand, packed_rows, tile_rows)
-        )
+    count = -(-num_rows // tile_rows)
+    row_start = np.zeros_like(count)
+    single = (count == 1).all()
+    if not single:
+        tile = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
+        segment, strand, num_rows, tile_rows = (c.repeat(count) for c in (segment, strand, num_rows, tile_rows))
         row_start = tile * tile_rows
-        num_rows = np.minimum(packed_rows - row_start, tile_rows)
+        num_rows = np.minimum(num_rows - row_start, tile_rows)
+    if single and segments.window is None:
+        key_end = segments.kv_len[segment]
+    else:
         key_end = last_keys(segments, segment, (row_start + num_rows - 1) // group_size)
-    # A tile or chunk that sees no key still takes a step: it writes zeros.
-    if split_size is None:
-        keys = _tile_keys(segments, segment, row_start // group_size, key_end, config.key_steps[strand], page_size)
-        steps = np.maximum(keys.count(config.key_steps[strand]), 1)
-        return Line(config, num_kv_heads, strand, segment, row_start, num_rows, keys, steps, None)
-    starts = _window_starts(segments, segment, row_start // group_size)
-    num_sinks = segments.window.num_sinks if segments.window is not None else 0
-    # Chunks that hold sink tokens, then those from the first that the window reaches.
-    sunk = np.minimum(-(-np.minimum(num_sinks, key_end) // split_size), starts // split_size)
-    count = np.maximum(-(-key_end // split_size) - starts // split_size + sunk, 1)
+    # Where lengths are upper bounds nobody knows where windows begin, and kernels look for themselves.
+    if segments.window is None or segments.inexact:
+        starts = np.zeros_like(row_start)
+    else:
+        starts = window_starts(segments, segment, row_start // group_size)
+    return _Tiles(strand, segment, row_start, num_rows, starts, key_end)
+
+
+def _chunked(
+    tiles: _Tiles, config: KernelConfig, num_kv_heads: int, num_sinks: int, page_size: int, split_size: int
+) -> Line:
+    """Tiles cut at multiples of ``split_size``: the chunks with sink tokens, then those that the window reaches."""
+    reached = tiles.window_start // split_size
+    sunk = np.minimum(-(-np.minimum(num_sinks, tiles.key_end) // split_size), reached)
+    # A chunk that sees no key still takes a step, as a tile does.
+    count = np.maximum(-(-tiles.key_end // split_size) - reached + sunk, 1)
     index = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
-    strand, segment, row_start, num_rows, key_end, starts, sunk, count = (
-        column.repeat(count) for column in (strand, segment, row_start, num_rows, key_end, starts, sunk, count)
-    )
-    first = (index + np.where(index < sunk, 0, starts // split_size - sunk)) * split_size
-    key_end = np.minimum(key_end, first + split_size)
-    keys = key_steps(np.minimum(first, key_end), key_end, starts, num_sinks, config.key_steps[strand], page_size)
-    chunks = Chunks(index, count, np.maximum(keys.count(config.key_steps[strand]), 1))
-    return Line(config, num_kv_heads, strand, segment, row_start, num_rows, keys, np.ones_like(index), chunks)
-
-
-def _tile_keys(
-    segments: Segments,
-    segment: Int64Array,
-    first_token: Int64Array,
-    key_end: Int64Array,
-    step: Int64Array,
-    page_size: int,
-) -> KeySteps:
-    """The keys of undivided tiles."""
-    if segments.window is None:
-        return KeySteps(np.zeros_like(key_end), key_end, key_end, key_end)
-    starts = _window_starts(segments, segment, first_token)
-    return key_steps(np.zeros_like(key_end), key_end, starts, segments.window.num_sinks, step, page_size)
-
-
-def _window_starts(segments: Segments, segment: Int64Array, first_token: Int64Array) -> Int64Array:
-    """Where windows begin; where lengths are upper bounds nobody knows, and kernels look for themselves."""
-    return np.zeros_like(segment) if segments.inexact else window_starts(segments, segment, first_token)
+    tiles = _Tiles(*(column.repeat(count) for column in tiles))
+    reached, sunk, count = (column.repeat(count) for column in (reached, sunk, count))
+    first = (index + np.where(index < sunk, 0, reached - sunk)) * split_size
+    key_end = np.minimum(tiles.key_end, first + split_size)
+    step = config.key_steps[tiles.strand]
+    keys = key_steps(np.minimum(first, key_end), key_end, tiles.window_start, num_sinks, step, page_size)
+    chunks = Chunks(index, count, np.maximum(keys.count(step), 1))
+    units = np.ones_like(index)
+    return Line(config, num_kv_heads, tiles.strand, tiles.segment, tiles.row_start, tiles.num_rows, keys, units, chunks)
 
 
 def balance(line: Line) -> Int64Array:

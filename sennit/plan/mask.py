@@ -31,7 +31,8 @@ def pack_mask(masks: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         InvalidInput: a mask is not a bool matrix, or masks are on different devices.
 
-    >>> pack_mask([torch.tensor([[True, False, True], [True, True, True]]), torch.ones(1, 1, dtype=torch.bool)]).tolist()
+    >>> first = torch.tensor([[True, False, True], [True, True, True]])
+    >>> pack_mask([first, torch.ones(1, 1, dtype=torch.bool)]).tolist()
     [61, 1]
     """
     if isinstance(masks, torch.Tensor) or not isinstance(masks, Sequence):

@@ -1,4 +1,4 @@
-"""Which keys a stretch of query rows can see, so that those which causality, windows and trees hide are never planned."""
+"""Which keys a stretch of query rows can see: those that causality, windows and trees hide are never planned."""
 
 from __future__ import annotations
 
