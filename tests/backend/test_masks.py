@@ -145,3 +145,24 @@ def test_windows_follow_exact_lengths_on_the_device(window, backend, device):
     plan = attn.plan(batch)
     out = attn.run(plan, problem.q, problem.kv, sm_scale=problem.sm_scale)
     torch.testing.assert_close(out.double(), problem.solve()[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window_left", [30, 90])
+def test_with_fixed_splits_and_a_window_a_request_keeps_its_bits(window_left, device):
+    fields = {"window_left": window_left, "num_sink_tokens": 5, "learned_sinks": True, "logits_soft_cap": 5.0}
+    spec = gqa(2, 16).replace(**fields)
+    rng = np.random.default_rng(8)
+    alone = make_problem(rng, spec, [5], [150], page_size=None, device=device)
+    expected = solve(alone, "reference-items", split_size=32)
+    problem = make_problem(rng, spec, [40, 5, 1], [90, 150, 300], page_size=None, device=device)
+    problem.q[40:45] = alone.q
+    start = int(problem.batch.kv_starts[1])
+    for packed, own in zip(problem.kv, alone.kv, strict=True):
+        packed[start : start + 150] = own[:150]
+    problem.run_options["sinks"].copy_(alone.run_options["sinks"])
+    attn = sennit.BatchAttention(spec, device=device, backend="reference-items")
+    plan = attn.plan(problem.batch, split_size=32)
+    options = {"sm_scale": alone.sm_scale, "return_lse": True, **problem.run_options}
+    for got, want in zip(attn.run(plan, problem.q, problem.kv, **options), expected, strict=True):
+        assert torch.equal(got[40:45], want)

@@ -32,6 +32,18 @@ def test_attend_passes_opcheck():
     torch.library.opcheck(torch.ops.sennit.attend.default, arguments)
 
 
+def test_attend_passes_opcheck_with_every_optional_tensor():
+    bias = torch.randn(4)
+    spec = SPEC.replace(learned_sinks=True, alibi=True, score_mod=lambda score, b, h, q_idx, kv_idx: score + bias[h])
+    problem = make_problem(np.random.default_rng(0), SPEC, [3, 1], [9, 5], page_size=4)
+    mask = sennit.pack_mask([torch.ones(3, 9, dtype=torch.bool), torch.ones(1, 5, dtype=torch.bool)])
+    plan = sennit.BatchAttention(spec, page_size=4, device="cpu").plan(problem.batch, packed_mask=mask)
+    out, lse = torch.empty(4, 4, 8), torch.empty(4, 4)
+    extras = (plan.tensors.packed_mask, torch.randn(4), torch.randn(4), [bias])
+    arguments = (plan.key, problem.q, *problem.kv, out, lse, *tensors(plan), *extras, 0.3, False)
+    torch.library.opcheck(torch.ops.sennit.attend.default, arguments)
+
+
 def test_append_passes_opcheck():
     problem, _, plan = planned([9, 5], [3, 1])
     arguments = (plan.key, torch.randn(4, 2, 8), torch.randn(4, 2, 8), *problem.kv, *tensors(plan), None)
