@@ -14,6 +14,7 @@ __all__ = [
     "InvalidInput",
     "ModelNotFound",
     "OutOfPages",
+    "PagesReleased",
     "PlanMismatch",
     "SennitError",
     "StalePlan",
@@ -106,6 +107,24 @@ class OutOfPages(SennitError, MemoryError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(type(self), str(self), needed=self.needed, free=self.free, total=self.total)
+        return make, (), self.__dict__
+
+
+class PagesReleased(SennitError, ValueError):
+    """Tokens are asked for whose pages a window has released; nothing has changed.
+
+    Attributes:
+        sequence: the sequence's id.
+        length: the length that was asked for.
+        shortest: the least length that is possible, and every one from there to the sequence's own is.
+    """
+
+    def __init__(self, message: str, *, sequence: int, length: int, shortest: int) -> None:
+        self.sequence, self.length, self.shortest = sequence, length, shortest
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(type(self), str(self), sequence=self.sequence, length=self.length, shortest=self.shortest)
         return make, (), self.__dict__
 
 

@@ -11,25 +11,28 @@ import numpy as np
 import torch
 
 from sennit.attention import BatchAttention
-from sennit.cache.demand import is_integer, pages_for
+from sennit.cache.demand import pages_for
+from sennit.cache.layers import CacheLayers, Layer
 from sennit.cache.sequences import Reservation, Sequences
-from sennit.cache.storage import KVStorage, TableMirror, upload
+from sennit.cache.storage import Pools, TableMirror, upload
 from sennit.errors import IncompleteStep, InvalidInput, StepClosed
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.plan import Plan
 
-__all__ = ["LayerGroup", "Step", "StepOptions"]
+__all__ = ["CacheParts", "Step", "StepOptions"]
 
 
 @dataclass(frozen=True)
-class LayerGroup:
-    """Layers whose storage agrees, with the pools and page tables that they share."""
+class CacheParts:
+    """What a step uses of its cache; tuples have one entry a layer, in the order of ``layers``."""
 
-    attentions: tuple[BatchAttention, ...]  # one a layer; layers with equal specs have the same object
+    layers: CacheLayers
+    attentions: tuple[BatchAttention, ...]  # layers with equal specs have the same object
+    pools: tuple[Pools, ...]  # those of the layer's owner
     sequences: Sequences
-    storage: KVStorage
     mirror: TableMirror
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,9 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class _Open:
-    """What an entered step has: its place in the cache, the batch, a plan a layer, and which layers have attended."""
+    """What an entered step has: a batch for each layer group, a plan a layer, and which layers have attended."""
 
-    reservation: Reservation
-    batch: Batch
+    batches: list[Batch]
     plans: list[Plan]
     attended: list[bool]
 
@@ -63,8 +65,8 @@ class Step:
     A step into graph buffers in which no layer attends counts as the replay of a captured graph, and commits.
     """
 
-    def __init__(self, group: LayerGroup, items: Iterable[tuple[int, int]], options: StepOptions) -> None:
-        self._group = group
+    def __init__(self, parts: CacheParts, items: Iterable[tuple[int, int]], options: StepOptions) -> None:
+        self._parts = parts
         self._items = items
         self._options = options
         self._open: _Open | None = None
@@ -77,19 +79,19 @@ class Step:
         Raises:
             StepOpen: another step of the cache is open.
             StepClosed: this one has been entered before.
-            UnknownSequence, InvalidInput, OutOfPages: see :meth:`KVCache.step`.
+            UnknownSequence, InvalidInput, OutOfPages, PagesReleased: see :meth:`KVCache.step`.
         """
         if self._used:
             raise StepClosed("step: it has been entered before; make a new one with cache.step(...)")
-        sequences = self._group.sequences
+        sequences = self._parts.sequences
         sequences.require_no_step("step")
         try:
             self._used = True
             reservation = sequences.reserve(self, self._items, append=self._options.append)
-            batch = self._make_batch(reservation)
-            plans = self._make_plans(batch)
+            batches = self._make_batches(reservation)
+            plans = self._make_plans(batches)
             self._copy_shared_pages(reservation)
-            self._open = _Open(reservation, batch, plans, [False] * len(plans))
+            self._open = _Open(batches, plans, [False] * len(plans))
             return self
         except BaseException:
             sequences.rollback(self)
@@ -110,20 +112,23 @@ class Step:
         try:
             if kind is None:
                 self._require_complete()
-                self._group.sequences.commit(self)
+                self._parts.sequences.commit(self)
         finally:
-            self._group.sequences.rollback(self)  # of no effect after a commit
+            self._parts.sequences.rollback(self)  # of no effect after a commit
             self._open = self._rows = None
 
     @property
     def batch(self) -> Batch:
-        """Lengths and page tables of this step. Raises :class:`StepClosed` outside the block, as all of these do."""
-        return self._require_open("batch").batch
+        """Lengths of this step, and the page tables of the first layer's group.
+
+        Raises :class:`StepClosed` outside the block, as all of these do.
+        """
+        return self._require_open("batch").batches[0]
 
     @property
     def num_tokens(self) -> int:
         """Rows of the query tensor: the tokens of all requests."""
-        return self._require_open("num_tokens").batch.num_tokens
+        return self._require_open("num_tokens").batches[0].num_tokens
 
     @property
     def positions(self) -> torch.Tensor:
@@ -136,8 +141,8 @@ class Step:
         return self._row_tensors("last_rows")[1]
 
     def plan(self, layer: int) -> Plan:
-        """The plan that a layer runs; layers with equal specs have the same. Raises as :meth:`attend` does."""
-        return self._require_open("plan").plans[self._layer(layer)]
+        """The plan that a layer runs; layers of a group with equal specs have the same. Raises as :meth:`attend`."""
+        return self._require_open("plan").plans[self._parts.layers.position(layer)]
 
     @overload
     def attend(
@@ -171,11 +176,11 @@ class Step:
         """Store a layer's new keys and values, then compute its attention.
 
         Args:
-            layer: 0 to ``num_layers - 1``; each attends once, in any order.
+            layer: one of ``KVCache.layers``; each attends once, in any order, but after the owner of its keys.
             q: ``[num_tokens, num_qo_heads, head_dim_qk]``; more rows are allowed and give zeros.
             k: ``[num_tokens, num_kv_heads, head_dim_qk]``, or ``[num_tokens, head_dim_qk]`` where the spec is latent;
-                None in a step with ``append=False``.
-            v: ``[num_tokens, num_kv_heads, head_dim_vo]``; None where the spec is latent or with ``append=False``.
+                None in a step with ``append=False``, and for a layer that reads another's.
+            v: ``[num_tokens, num_kv_heads, head_dim_vo]``; None where the spec is latent, and where k is.
             sm_scale: factor of the logits; required.
             return_lse: return the log-sum-exp too.
             options: further keywords of :meth:`BatchAttention.run`.
@@ -185,20 +190,25 @@ class Step:
 
         Raises:
             StepClosed: outside the step's block.
-            InvalidInput: no such layer, it has attended in this step, or a tensor is wrong or missing.
+            InvalidInput: no such layer, it has attended in this step or the owner of its keys has not, or a tensor is
+                wrong or missing.
         """
-        state, index = self._require_open("attend"), self._layer(layer)
+        state, index = self._require_open("attend"), self._parts.layers.position(layer)
         if state.attended[index]:
             raise InvalidInput("layer", expected="one that has not attended in this step", got=layer)
-        attention, pools = self._group.attentions[index], self._group.storage.pools(index)
-        if self._options.append:
+        attention, pools, info = (
+            self._parts.attentions[index],
+            self._parts.pools[index],
+            self._parts.layers.entries[index],
+        )
+        if info.owns and self._options.append:
             if k is None:
                 raise InvalidInput(
                     "k", expected="the keys of this step's tokens", got=None, hint="or step(append=False)"
                 )
             attention.append(state.plans[index], k, v, pools)
-        elif k is not None or v is not None:
-            raise InvalidInput("k, v", expected="None in a step with append=False", got="tensors")
+        else:
+            self._check_reader(state, info, stores=k is not None or v is not None)
         out = attention.run(state.plans[index], q, pools, sm_scale=sm_scale, return_lse=return_lse, **options)
         state.attended[index] = True
         return out
@@ -206,37 +216,65 @@ class Step:
     @property
     def _host_tables(self) -> bool:
         """Whether the device reads the host's tables, so that it needs no copy of its own."""
-        return self._group.storage.buffer.device.type == "cpu"
+        return self._parts.device.type == "cpu"
 
-    def _make_batch(self, reservation: Reservation) -> Batch:
-        """The batch over the live table rows, on the device where it has its own copy of the tables."""
-        group, slots, width = self._group, reservation.slots, reservation.max_pages
-        starts = np.append(0, np.cumsum(reservation.q_lens))
-        if self._options.into is not None:  # buffers hold a host table, and have room for pages, not for padding
-            counts = pages_for(reservation.kv_lens, group.sequences.page_size)
-            used = np.arange(width) < counts[:, None]
-            return Batch.csr(
-                qo_indptr=starts,
-                kv_lens=reservation.kv_lens,
-                kv_indptr=np.append(0, np.cumsum(counts)),
-                kv_indices=group.sequences.tables.pages[slots, :width][used],
+    def _check_reader(self, state: _Open, layer: Layer, *, stores: bool) -> None:
+        """What holds for a layer that only reads: it brings no keys, and what it reads has been written."""
+        if not self._options.append:
+            if stores:
+                raise InvalidInput("k, v", expected="None in a step with append=False", got="tensors")
+            return
+        if stores:
+            raise InvalidInput(
+                "k, v", expected=f"None, since layer {layer.index} reads those of layer {layer.owner}", got="tensors"
             )
-        tables = group.sequences.tables
-        table = tables.pages[slots, :width] if self._host_tables else group.mirror.rows(tables, slots, width)
-        return Batch.padded(query_start_loc=starts, seq_lens=reservation.kv_lens, block_table=table)
+        if not state.attended[self._parts.layers.position(layer.owner)]:
+            raise InvalidInput(
+                "layer", expected=f"layer {layer.owner} first, which stores the keys that layer {layer.index} reads",
+                got=layer.index,
+            )  # fmt: skip
 
-    def _make_plans(self, batch: Batch) -> list[Plan]:
+    def _make_batches(self, reservation: Reservation) -> list[Batch]:
+        """A batch a group over the live table rows, on the device where it has its own copy of the tables."""
+        parts, slots, width = self._parts, reservation.slots, reservation.max_pages
+        starts, tables = np.append(0, np.cumsum(reservation.q_lens)), parts.sequences.tables
+        host = (pages[slots, :width] for pages in tables.pages)
+        if self._options.into is not None:  # buffers hold a host table, and have room for pages, not for padding
+            counts = pages_for(reservation.kv_lens, parts.sequences.page_size)
+            used = np.arange(width) < counts[:, None]
+            return [
+                Batch.csr(
+                    qo_indptr=starts,
+                    kv_lens=reservation.kv_lens,
+                    kv_indptr=np.append(0, np.cumsum(counts)),
+                    kv_indices=table[used],
+                )
+                for table in host
+            ]
+        rows = host if self._host_tables else parts.mirror.rows(tables, slots, width)
+        return [Batch.padded(query_start_loc=starts, seq_lens=reservation.kv_lens, block_table=table) for table in rows]
+
+    def _make_plans(self, batches: list[Batch]) -> list[Plan]:
+        """A plan a layer, made once for each pair of group and spec."""
         options = self._options
+        wanted = [(layer.group, a) for layer, a in zip(self._parts.layers, self._parts.attentions, strict=True)]
         plans = {
-            attention: attention.plan(batch, causal=options.causal, split_size=options.split_size, into=options.into)
-            for attention in dict.fromkeys(self._group.attentions)
+            (group, attention): attention.plan(
+                batches[group], causal=options.causal, split_size=options.split_size, into=options.into
+            )
+            for group, attention in dict.fromkeys(wanted)
         }
-        return [plans[attention] for attention in self._group.attentions]
+        return [plans[pair] for pair in wanted]
 
     def _copy_shared_pages(self, reservation: Reservation) -> None:
-        if len(reservation.copy_src):
-            for layer, attention in enumerate(self._group.attentions):
-                attention.copy_pages(reservation.copy_src, reservation.copy_dst, self._group.storage.pools(layer))
+        """Every owner's content of the pages that were shared, before anything is written."""
+        if not any(len(copies.source) for copies in reservation.copies):
+            return
+        parts = self._parts
+        for layer, attention, pools in zip(parts.layers, parts.attentions, parts.pools, strict=True):
+            copies = reservation.copies[layer.group]
+            if layer.owns and len(copies.source):
+                attention.copy_pages(copies.source, copies.target, pools)
 
     def _require_open(self, what: str) -> _Open:
         if self._open is None:
@@ -244,27 +282,22 @@ class Step:
         return self._open
 
     def _require_complete(self) -> None:
-        attended = self._require_open("step").attended
-        missing = [layer for layer, done in enumerate(attended) if not done]
+        attended, layers = self._require_open("step").attended, self._parts.layers
+        missing = [layer for layer, done in zip(layers.indices, attended, strict=True) if not done]
         if missing and not (self._options.into is not None and not any(attended)):
+            count = len(attended) if layers.indices.start == 0 else layers.indices
             raise IncompleteStep(
-                f"layers {', '.join(map(str, missing))} of {len(attended)} did not attend before the step ended, so it "
+                f"layers {', '.join(map(str, missing))} of {count} did not attend before the step ended, so it "
                 "was rolled back; call step.attend once for every layer"
             )
 
-    def _layer(self, layer: int) -> int:
-        count = len(self._group.attentions)
-        if not is_integer(layer) or not 0 <= layer < count:
-            raise InvalidInput("layer", expected=f"an integer from 0 to {count - 1}", got=repr(layer))
-        return layer
-
     def _row_tensors(self, what: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions and last rows, sent to the device together when first asked for."""
-        batch = self._require_open(what).batch
+        batch = self._require_open(what).batches[0]
         if self._rows is None:
             ends = np.cumsum(batch.q_lens)
             positions = np.repeat(batch.kv_lens - ends, batch.q_lens) + np.arange(batch.num_tokens)
-            rows = upload(np.concatenate([positions, ends[batch.q_lens > 0] - 1]), self._group.storage.buffer.device)
+            rows = upload(np.concatenate([positions, ends[batch.q_lens > 0] - 1]), self._parts.device)
             self._rows = rows[: len(positions)], rows[len(positions) :]
         return self._rows
 

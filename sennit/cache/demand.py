@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sennit.cache.tables import cells_of
-from sennit.errors import InvalidInput
+from sennit.errors import InvalidInput, UnsupportedFeature
 
 __all__ = ["Demand", "is_integer", "pages_for", "pages_to_copy", "read_items"]
 
@@ -36,6 +36,7 @@ def read_items(items: Iterable[tuple[int, int]]) -> tuple[list[int], Int64Array]
 
     Raises:
         InvalidInput: not pairs, an id twice, or a count that is not a non-negative integer.
+        UnsupportedFeature: a token tree in place of a count.
 
     >>> read_items([(3, 512), (0, 1)])
     ([3, 0], array([512,   1]))
@@ -53,6 +54,8 @@ def read_items(items: Iterable[tuple[int, int]]) -> tuple[list[int], Int64Array]
         raise InvalidInput("items", expected="every sequence once", got=f"sequence {twice!r} more than once")
     if set(map(type, counts)) - {int} or (counts and not 0 <= min(counts) <= max(counts) <= MAX_TOKENS):
         for seq, count in pairs:
+            if type(count).__name__ == "Tree":  # sennit.Tree, which this layer may not import
+                raise UnsupportedFeature("token trees", "a cache takes counts of tokens; trees cannot be committed yet")
             if not is_integer(count) or not 0 <= count <= MAX_TOKENS:
                 raise InvalidInput("items", expected="a count of tokens, 0 or more", got=f"({seq!r}, {count!r})")
     return ids, np.array(counts, np.int64)
@@ -90,30 +93,27 @@ class Demand:
 
     slots: Int64Array  # [requests] table rows
     lengths: Int64Array  # [requests] tokens before
-    page_counts: Int64Array  # [requests] pages before
+    lengths_after: Int64Array  # [requests] and after
+    page_counts: Int64Array  # [requests] pages before, the same in every layer group
     counts: Int64Array  # [requests] tokens that the step brings
-    growth: Int64Array  # [requests] pages to add
-    copied: Int64Array  # requests whose last page must be copied, ascending
+    growth: Int64Array  # [requests] pages to add, in every group
+    copied: tuple[Int64Array, ...]  # of each group the requests whose last page must be copied, ascending
     page_size: int
 
-    @property
-    def num_copies(self) -> int:
-        """Pages for copies of shared ones."""
-        return len(self.copied)
-
-    @property
-    def total(self) -> int:
-        """Free pages that the step takes."""
-        return int(self.growth.sum()) + self.num_copies
+    def pages(self, group: int) -> int:
+        """Free pages that the step takes of a group, copies of shared pages included."""
+        return int(self.growth.sum()) + len(self.copied[group])
 
     def first_changed(self) -> Int64Array:
-        """``[requests]`` the first table column that changes, or the number of pages where none does."""
+        """``[requests]`` the first table column that changes in any group, or the number of pages where none does."""
         first: Int64Array = self.page_counts.copy()
-        first[self.copied] = self.lengths[self.copied] // self.page_size
+        for copied in self.copied:
+            first[copied] = self.lengths[copied] // self.page_size
         return first
 
-    def cells(self) -> tuple[Int64Array, Int64Array]:
-        """Rows and columns of the table cells that get a fresh page: those of the copies, then those of new pages."""
+    def cells(self, group: int) -> tuple[Int64Array, Int64Array]:
+        """Rows and columns of a group's cells that get a fresh page: those of the copies, then those of new pages."""
+        copied = self.copied[group]
         new_rows, new_cols = cells_of(self.slots, self.page_counts, self.growth)
-        copy_rows, copy_cols = self.slots[self.copied], self.lengths[self.copied] // self.page_size
+        copy_rows, copy_cols = self.slots[copied], self.lengths[copied] // self.page_size
         return np.concatenate([copy_rows, new_rows]), np.concatenate([copy_cols, new_cols])

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sennit.cache.capacity import byte_budget, format_bytes
 from sennit.cache.demand import is_integer, pages_for
-from sennit.errors import InvalidInput, UnsupportedFeature
+from sennit.cache.groups import pages_of_window
+from sennit.errors import InvalidInput
 from sennit.pools import KVLayout
 from sennit.spec import AttentionSpec
 
-__all__ = ["StorageLayout", "aligned", "count_pages", "read_layers", "read_page_size", "refuse_size"]
+__all__ = ["StorageLayout", "aligned", "count_pages", "pages_of_windows", "read_page_size", "refuse_size"]
 
-STORAGE_FIELDS = ("num_kv_heads", "head_dim_qk", "head_dim_vo", "kv_dtype", "latent", "window_left")
 ALIGNMENT = 256  # bytes; every pool starts at a multiple, which covers what vector and TMA loads ask for
 MAX_PAGES = 2**31 - 1  # page ids are int32 ...
 MAX_PAGE_SIZE = 2**31 - 1  # ... and so are rows in a page
@@ -29,12 +30,12 @@ def aligned(size: int) -> int:
 
 @dataclass(frozen=True)
 class StorageLayout:
-    """The pools of layers whose storage agrees.
+    """The pools of one layer group: of the layers in it that own keys and values.
 
     >>> spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     >>> layout = StorageLayout(spec, num_layers=3, page_size=16, kv_layout="NHD")
-    >>> layout.bytes_per_page, layout.total_bytes(10), layout.pages_in(61440)
-    (6144, 61440, 10)
+    >>> layout.bytes_per_page, layout.total_bytes(10)
+    (6144, 61440)
     """
 
     spec: AttentionSpec
@@ -64,51 +65,6 @@ class StorageLayout:
         """Bytes of one allocation for ``num_pages`` pages of all layers, the pools' alignment included."""
         return self.num_layers * sum(aligned(size) for size in self.pool_bytes(num_pages))
 
-    def pages_in(self, budget: int) -> int:
-        """Most pages whose allocation stays within ``budget`` bytes.
-
-        Raises:
-            InvalidInput: not even one does.
-        """
-        pages = budget // self.bytes_per_page
-        while pages and self.total_bytes(pages) > budget:
-            pages -= 1
-        if pages < 1:
-            raise InvalidInput(
-                "memory",
-                expected=f"at least {self.total_bytes(1)} bytes, which one page of {self.page_size} tokens takes in "
-                f"{self.num_layers} layers",
-                got=f"{budget} bytes",
-                hint="give more memory or take a smaller page_size",
-            )
-        return pages
-
-
-def read_layers(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
-    """The specs of a cache's layers, one each.
-
-    Raises:
-        InvalidInput: not specs, or none.
-        UnsupportedFeature: layers that store different things.
-    """
-    if isinstance(specs, AttentionSpec) or not isinstance(specs, Iterable):
-        raise InvalidInput(
-            "specs", expected="a list with one spec a layer", got=type(specs).__name__, hint="[spec] * 32"
-        )
-    layers = tuple(specs)
-    if not layers or not all(isinstance(spec, AttentionSpec) for spec in layers):
-        names = ", ".join(sorted({type(spec).__name__ for spec in layers})) or "none"
-        raise InvalidInput("specs", expected="AttentionSpecs, one a layer", got=names)
-    for layer, spec in enumerate(layers):
-        for name in STORAGE_FIELDS:
-            if (theirs := getattr(spec, name)) != (first := getattr(layers[0], name)):
-                raise UnsupportedFeature(
-                    "layer groups",
-                    f"layer {layer} has {name}={theirs}, layer 0 has {first}; in this release the layers of one cache "
-                    "must store the same: make a cache for each kind of layer",
-                )
-    return layers
-
 
 def read_page_size(page_size: object) -> int:
     """Tokens a page, as a Python integer. Raises :class:`InvalidInput`."""
@@ -117,8 +73,28 @@ def read_page_size(page_size: object) -> int:
     return int(page_size)
 
 
-def count_pages(memory: object, num_tokens: int | None, layout: StorageLayout, device: torch.device) -> int:
-    """Pages of a cache that may take ``memory`` or, instead, has room for ``num_tokens`` tokens.
+def pages_of_windows(group: StorageLayout, max_sequences: int, max_step_tokens: int) -> int | None:
+    """Pages that so many sequences and one step of so many tokens need of a group with a window; None without one.
+
+    The step's tokens are all held until it ends.
+    """
+    spec, size = group.spec, group.page_size
+    if spec.window_left is None:
+        return None
+    held = pages_of_window(spec.window_left, spec.num_sink_tokens, size)
+    return max_sequences * held + pages_for(max_step_tokens, size)
+
+
+def count_pages(
+    memory: object,
+    num_tokens: int | None,
+    groups: Sequence[StorageLayout],
+    caps: Sequence[int | None],
+    device: torch.device,
+) -> list[int]:
+    """Pages of each layer group of a cache that may take ``memory`` or, instead, has room for ``num_tokens`` tokens.
+
+    All groups hold the same number of tokens, but that none gets more pages than its cap.
 
     Raises:
         InvalidInput: both or none are given, one is out of range, the memory is too little for one page, or they are
@@ -132,28 +108,67 @@ def count_pages(memory: object, num_tokens: int | None, layout: StorageLayout, d
             hint='memory="4GiB", or num_tokens=100_000',
         )
     if num_tokens is None:
-        pages = layout.pages_in(byte_budget(memory, device))
+        pages = _pages_in(byte_budget(memory, device), groups, caps)
     elif is_integer(num_tokens) and num_tokens > 0:
-        pages = pages_for(int(num_tokens), layout.page_size)
+        pages = pages_for(int(num_tokens), groups[0].page_size)
     else:
         raise InvalidInput("num_tokens", expected="a positive integer", got=repr(num_tokens))
-    if pages > MAX_PAGES:
+    counts = _capped(pages, caps)
+    if max(counts) > MAX_PAGES:
         raise InvalidInput(
             "memory" if num_tokens is None else "num_tokens",
             expected=f"at most {MAX_PAGES} pages",
-            got=f"{memory if num_tokens is None else num_tokens}, which is {pages} pages of {layout.page_size} tokens",
+            got=f"{memory if num_tokens is None else num_tokens}, which is {max(counts)} pages of "
+            f"{groups[0].page_size} tokens",
             hint="ask for less",
         )
-    return pages
+    return counts
 
 
-def refuse_size(argument: str, layout: StorageLayout, num_pages: int, device: torch.device) -> InvalidInput:
+def refuse_size(
+    argument: str, groups: Sequence[StorageLayout], counts: Sequence[int], device: torch.device
+) -> InvalidInput:
     """The error for a cache of that size, asked for by ``argument``, for which there is no memory."""
-    size = layout.total_bytes(num_pages)
+    size = _total_bytes(groups, counts)
+    pages = ", ".join(
+        f"{count} pages of {group.page_size} tokens in {group.num_layers} layers"
+        for group, count in zip(groups, counts, strict=True)
+    )
     return InvalidInput(
         argument,
         expected=f"no more than fits into the free memory of {device}",
-        got=f"a cache of {size} bytes ({format_bytes(size)}): {num_pages} pages of {layout.page_size} tokens in "
-        f"{layout.num_layers} layers",
+        got=f"a cache of {size} bytes ({format_bytes(size)}): {pages}",
         hint="ask for less, or free some first",
     )
+
+
+def _capped(pages: int, caps: Sequence[int | None]) -> list[int]:
+    return [pages if cap is None else min(pages, cap) for cap in caps]
+
+
+def _total_bytes(groups: Sequence[StorageLayout], counts: Sequence[int]) -> int:
+    return sum(group.total_bytes(count) for group, count in zip(groups, counts, strict=True))
+
+
+def _pages_in(budget: int, groups: Sequence[StorageLayout], caps: Sequence[int | None]) -> int:
+    """Most pages, the same of every group but for the caps, whose allocations stay within ``budget`` bytes.
+
+    Raises:
+        InvalidInput: not even one does.
+    """
+
+    def total(pages: int) -> int:
+        return _total_bytes(groups, _capped(pages, caps))
+
+    growing = [group for group, cap in zip(groups, caps, strict=True) if cap is None]
+    most = budget // sum(group.bytes_per_page for group in growing) if growing else max(cap or 0 for cap in caps)
+    pages = bisect_right(range(1, most + 1), budget, key=total)
+    if pages < 1:
+        layers, size = sum(group.num_layers for group in groups), groups[0].page_size
+        raise InvalidInput(
+            "memory",
+            expected=f"at least {total(1)} bytes, which one page of {size} tokens takes in {layers} layers",
+            got=f"{budget} bytes",
+            hint="give more memory or take a smaller page_size",
+        )
+    return pages

@@ -16,10 +16,11 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class PoolMark:
-    """A moment that :meth:`PagePool.restore` goes back to, provided that only ``alloc`` and ``unshare`` came since."""
+    """A moment that :meth:`PagePool.restore` goes back to: absolute values of all that may change until then."""
 
     num_free: int
-    pages: Int32Array  # pages that `unshare` may change, and their counts at the mark
+    next: Int32Array  # free pages that `alloc` may take, as they are on the stack
+    pages: Int32Array  # held pages that `unshare` and `release` may change, and their counts
     refs: Int32Array
 
 
@@ -49,8 +50,7 @@ class PagePool:
         """Free every page; the order of the free list is that of a new pool."""
         self.num_free = self.num_pages
         self.refs: Int32Array = np.zeros(self.num_pages, np.int32)
-        # The free pages are _stack[:num_free], top last. What `alloc` takes stays in place above num_free until a
-        # release overwrites it, which is what makes `restore` exact.
+        # The free pages are _stack[:num_free], top last.
         self._stack: Int32Array = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
 
     @property
@@ -70,7 +70,7 @@ class PagePool:
             )
         top = self.num_free
         pages: Int32Array = self._stack[top - count : top][::-1].copy()
-        self.num_free = top - count  # before the counts: `restore` clears the counts of everything above num_free
+        self.num_free = top - count
         self.refs[pages] = 1
         return pages
 
@@ -79,9 +79,9 @@ class PagePool:
         self.refs[pages] += 1
 
     def release(self, pages: Int32Array) -> None:
-        """Count one holder less of each of these distinct pages; those without holders become free."""
-        self.refs[pages] -= 1
-        freed = pages[self.refs[pages] == 0]
+        """Count one holder less for each occurrence of a page in ``pages``; pages without holders become free."""
+        np.subtract.at(self.refs, pages, 1)
+        freed = np.unique(pages[self.refs[pages] == 0])
         self._stack[self.num_free : self.num_free + len(freed)] = freed[::-1]
         self.num_free += len(freed)
 
@@ -89,16 +89,20 @@ class PagePool:
         """Count one holder less for each occurrence of a page in ``pages``; every page keeps at least one holder."""
         np.subtract.at(self.refs, pages, 1)
 
-    def mark(self, pages: Int32Array) -> PoolMark:
-        """Remember this moment; ``pages`` are those that will be unshared."""
-        return PoolMark(self.num_free, pages, self.refs[pages])
+    def mark(self, pages: Int32Array, *, count: int) -> PoolMark:
+        """Remember this moment: ``count`` pages will be taken, and of those held ``pages`` be unshared or released."""
+        return PoolMark(
+            self.num_free, self._stack[self.num_free - count : self.num_free].copy(), pages, self.refs[pages]
+        )
 
     def restore(self, mark: PoolMark) -> None:
-        """Undo every ``alloc`` and ``unshare`` since the mark, the order of the free list included.
+        """Undo everything since the mark, the order of the free list included.
 
-        Only absolute values are written, so this is also right when one of them was interrupted half-way.
+        Pages that were taken since may have been released too. Only absolute values are written, so this is also right
+        when one of these was interrupted half-way.
         """
-        self.refs[self._stack[self.num_free : mark.num_free]] = 0
+        self._stack[mark.num_free - len(mark.next) : mark.num_free] = mark.next
+        self.refs[mark.next] = 0
         self.refs[mark.pages] = mark.refs
         self.num_free = mark.num_free
 

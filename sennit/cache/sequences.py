@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sennit.cache.demand import Demand, is_integer, pages_for, pages_to_copy, read_items
-from sennit.cache.pages import PagePool, PoolMark
-from sennit.cache.tables import PageTables
-from sennit.errors import InvalidInput, OutOfPages, StepClosed, StepOpen, UnknownSequence
+from sennit.cache.groups import PageGroup
+from sennit.cache.pages import PoolMark
+from sennit.cache.tables import NO_PAGE, PageTables, cells_of
+from sennit.errors import InvalidInput, OutOfPages, PagesReleased, StepClosed, StepOpen, UnknownSequence
 
-__all__ = ["OpenStep", "Reservation", "Sequences"]
+__all__ = ["GroupChange", "OpenStep", "PageCopies", "Reservation", "Sequences"]
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class PageCopies:
+    """Page copies that must come before a step's first write, in one layer group."""
+
+    source: Int32Array  # pages shared until now ...
+    target: Int32Array  # ... and the fresh page that replaces each in the table of the sequence that writes
+
+
+@dataclass(frozen=True)
 class Reservation:
-    """What a step may do: its requests in batch order, and the page copies that must come before its first write."""
+    """What a step may do: its requests in batch order, and what it must copy first."""
 
     slots: Int64Array  # [requests] table rows
     q_lens: Int64Array  # [requests] tokens of the step
     kv_lens: Int64Array  # [requests] tokens stored once those that are appended are in
-    copy_src: Int32Array  # pages shared until now ...
-    copy_dst: Int32Array  # ... and the fresh page that replaces each in the table of the sequence that writes
+    copies: tuple[PageCopies, ...]  # of each layer group
     max_pages: int  # of the longest request
+
+
+@dataclass(frozen=True)
+class GroupChange:
+    """What a step changes in one layer group from its reservation to its end."""
+
+    rows: Int64Array  # table cells: first those that get a fresh page ...
+    cols: Int64Array
+    num_fresh: int  # ... so many, and then those whose pages are released on commit
+    cells: Int32Array  # what they held
+    num_copies: int  # of the first cells: as many as there are copies
+    released: Int64Array  # [requests] up to which page the window has released ...
+    released_after: Int64Array  # ... and will have
+    mark: PoolMark
 
 
 @dataclass(frozen=True)
@@ -41,26 +63,25 @@ class OpenStep:
     lengths_after: Int64Array
     page_counts: Int64Array
     first_changed: Int64Array
-    rows: Int64Array  # table cells that the step changes ...
-    cols: Int64Array
-    cells: Int32Array  # ... and what they held
-    mark: PoolMark
+    changes: tuple[GroupChange, ...]  # one a layer group
 
 
 class Sequences:
-    """The sequences of one layer group over one page pool. Ids are never used again.
+    """The sequences of a cache over the page pools of its layer groups. Ids are never used again.
 
-    Token ``i`` of a sequence is row ``i % page_size`` of page ``tables.pages[slots[seq], i // page_size]``.
+    Token ``i`` of a sequence is row ``i % page_size`` of page ``tables.pages[group, slots[seq], i // page_size]``.
+    All groups have the same sequences with the same lengths.
 
     Attributes:
-        pool: the pages.
-        page_size: tokens a page.
+        groups: the page pool of each layer group, and what its window keeps.
+        page_size: tokens a page, the same in all groups.
         tables: page tables and lengths, by slot. While a step is open, pages for its tokens are in them and its tokens
             are not in the lengths.
         slots: the slot of every sequence, oldest sequence first.
         open_step: the step that is reserved and neither committed nor rolled back, if any.
 
-    >>> sequences = Sequences(PagePool(8), page_size=4)
+    >>> from sennit.cache.pages import PagePool
+    >>> sequences = Sequences([PageGroup(PagePool(8), page_size=4)])
     >>> a = sequences.add()
     >>> owner = object()
     >>> sequences.reserve(owner, [(a, 6)]).kv_lens.tolist()
@@ -71,11 +92,11 @@ class Sequences:
     (5, [0, 1], 1)
     """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
-        self.pool = pool
-        self.page_size = page_size
+    def __init__(self, groups: Sequence[PageGroup]) -> None:
+        self.groups = tuple(groups)
+        self.page_size = self.groups[0].page_size
         self.slots: dict[int, int] = {}
-        self.tables = PageTables(slots=16, capacity=16)
+        self.tables = PageTables(len(self.groups), slots=16, capacity=16)
         self.open_step: OpenStep | None = None
         self._next_id = 0
 
@@ -83,24 +104,52 @@ class Sequences:
         """Tokens stored; those of an open step do not count yet. Raises :class:`UnknownSequence`."""
         return int(self.tables.lengths[self._slot(seq)])
 
-    def pages(self, seq: int) -> Int32Array:
-        """The pages that hold a sequence's stored tokens, in order. Raises :class:`UnknownSequence`."""
+    def pages(self, seq: int, group: int = 0) -> Int32Array:
+        """The pages of a sequence's stored tokens in one group, in order, -1 where a window has released them.
+
+        Raises :class:`UnknownSequence`.
+        """
         slot = self._slot(seq)
         count = pages_for(int(self.tables.lengths[slot]), self.page_size)
-        pages: Int32Array = self.tables.pages[slot, :count].copy()
+        pages: Int32Array = self.tables.pages[group, slot, :count].copy()
         return pages
 
+    def shortest(self, seq: int) -> int:
+        """The least length that a sequence can be cut to, as every one from there on can be; 0 if nothing is released.
+
+        Raises :class:`UnknownSequence`.
+        """
+        slot = self._slot(seq)
+        released = self.tables.released[:, slot].tolist()
+        return max(group.shortest(end) for group, end in zip(self.groups, released, strict=True))
+
     def pages_needed(self, items: Iterable[tuple[int, int]]) -> int:
-        """Free pages that a step over these ``(sequence, tokens)`` would take, page copies included.
+        """Free pages that a step over these ``(sequence, tokens)`` would take, page copies included, in all groups.
 
         Raises as :meth:`reserve` does, but for :class:`OutOfPages`.
         """
-        return self._demand("pages_needed", items, append=True).total
+        demand = self._demand("pages_needed", items, append=True)
+        return sum(demand.pages(group) for group in range(len(self.groups)))
+
+    def missing_pages(self, items: Iterable[tuple[int, int]], spare: int, max_step_tokens: int | None = None) -> int:
+        """Pages that the worst group lacks for a step over these ``(sequence, tokens)`` and ``spare`` pages more.
+
+        With ``max_step_tokens`` for as many steps as they take: what a window does not keep counts for one step only,
+        and for nothing to spare.
+
+        Raises as :meth:`pages_needed` does.
+        """
+        demand = self._demand("missing_pages", items, append=True)
+        missing = [pages + spare for pages in self._missing(demand)]
+        for index, group in enumerate(self.groups):
+            if max_step_tokens is not None and group.window_left is not None:
+                missing[index] = self._pages_in_steps(index, demand, max_step_tokens) - group.pool.num_free
+        return max(0, *missing)
 
     def add(self) -> int:
         """Start an empty sequence and return its id. Raises :class:`StepOpen`."""
         self.require_no_step("add")
-        return self._start(np.empty(0, np.int32), tokens=0)
+        return self._start(np.empty((len(self.groups), 0), np.int32), 0, [group.sink_pages for group in self.groups])
 
     def fork(self, seq: int, length: int | None = None) -> int:
         """Start a sequence with the first ``length`` tokens of another (all by default), sharing their pages.
@@ -109,29 +158,33 @@ class Sequences:
             StepOpen: a step is open.
             UnknownSequence: ``seq`` is not in the cache.
             InvalidInput: ``length`` is not between 0 and the sequence's length.
+            PagesReleased: a window has released a page that rows after ``length`` tokens would see.
         """
         self.require_no_step("fork")
-        tokens = self.length(seq) if length is None else self._length_within(seq, length)
-        return self._start(self.pages(seq)[: pages_for(tokens, self.page_size)], tokens)
+        slot = self._slot(seq)
+        tokens = int(self.tables.lengths[slot]) if length is None else self._length_within(seq, length)
+        released = self._released_within(seq, tokens)
+        return self._start(self.tables.pages[:, slot, : pages_for(tokens, self.page_size)], tokens, released)
 
     def trim(self, seq: int, length: int) -> None:
         """Keep the first ``length`` tokens and let go of the pages past them. Raises as :meth:`fork` does."""
         self.require_no_step("trim")
         tokens = self._length_within(seq, length)
-        self.pool.release(self.tables.cut(self._slot(seq), pages=pages_for(tokens, self.page_size), tokens=tokens))
+        self._cut(self._slot(seq), tokens, self._released_within(seq, tokens))
 
     def remove(self, seq: int) -> None:
         """Forget a sequence and let go of its pages. Raises :class:`StepOpen` and :class:`UnknownSequence`."""
         self.require_no_step("remove")
         slot = self._slot(seq)
-        self.pool.release(self.tables.cut(slot, pages=0, tokens=0))
+        self._cut(slot, 0, [0] * len(self.groups))
         self.tables.give(slot)
         del self.slots[seq]
 
     def clear(self) -> None:
         """Forget all sequences; their ids are not used again. Raises :class:`StepOpen`."""
         self.require_no_step("clear")
-        self.pool.clear()
+        for group in self.groups:
+            group.pool.clear()
         self.tables = PageTables(*self.tables.pages.shape)
         self.slots = {}
 
@@ -147,64 +200,93 @@ class Sequences:
         far this came, as it knows the owner even when an interrupt keeps the result from it.
 
         A sequence about to write into a page that others hold too gets a fresh page in its place; copying the content
-        (``copy_src``, ``copy_dst``) is left to the caller. With ``append=False`` nothing is taken and nothing grows.
+        is left to the caller. With ``append=False`` nothing is taken and nothing grows.
 
         Raises:
             StepOpen: the last reservation is still open.
             UnknownSequence: an id that is not in the cache.
             InvalidInput: an id twice, or a count that is not a non-negative integer.
-            OutOfPages: too few pages are free.
+            OutOfPages: too few pages of a group are free.
+            PagesReleased: with ``append=False``, rows would see pages that a window has released.
         """
         demand = self._demand("step", items, append=append)
-        if demand.total > self.pool.num_free:
-            raise self._out_of_pages(demand)
+        if max(missing := self._missing(demand)) > 0:
+            raise self._out_of_pages(demand, missing.index(max(missing)))
         counts_after = demand.page_counts + demand.growth
-        lengths_after = demand.lengths + demand.counts if append else demand.lengths
         max_pages = int(counts_after.max(initial=0))
         self.tables.grow(capacity=max_pages)
-        rows, cols = demand.cells()
-        cells = self.tables.pages[rows, cols]
-        src, first = cells[: demand.num_copies], demand.first_changed()
+        first = demand.first_changed()
+        changes = tuple(self._change(group, demand) for group in range(len(self.groups)))
         # From here on `rollback` restores everything, wherever the rest is interrupted.
         self.open_step = OpenStep(
-            owner,
-            demand.slots,
-            demand.lengths,
-            lengths_after,
-            demand.page_counts,
-            first,
-            rows,
-            cols,
-            cells,
-            self.pool.mark(src),
+            owner, demand.slots, demand.lengths, demand.lengths_after, demand.page_counts, first, changes
         )
-        fresh = self.pool.alloc(demand.total)
-        self.pool.unshare(src)
-        self.tables.pages[rows, cols] = fresh
+        copies = tuple(self._take(group, change) for group, change in enumerate(changes))
         self.tables.page_counts[demand.slots] = counts_after
         self.tables.mark_dirty(demand.slots, first, counts_after)
-        return Reservation(demand.slots, demand.counts, lengths_after, src, fresh[: demand.num_copies], max_pages)
+        return Reservation(demand.slots, demand.counts, demand.lengths_after, copies, max_pages)
 
     def commit(self, owner: object) -> None:
-        """Keep what ``owner`` reserved: the sequences now have their new lengths. Raises :class:`StepClosed`."""
+        """Keep what ``owner`` reserved: sequences have their new lengths, and pages that windows left behind are free.
+
+        Raises :class:`StepClosed`.
+        """
         if (step := self.open_step) is None or step.owner is not owner:
             raise StepClosed("commit: this step has nothing reserved")
+        for group, change in enumerate(step.changes):
+            if change.num_fresh < len(change.rows):
+                self._release(group, step.slots, change)
         self.tables.lengths[step.slots] = step.lengths_after
         self.open_step = None
 
     def rollback(self, owner: object) -> None:
-        """Put everything back as before ``reserve``, the free list's order included.
+        """Put everything back as before ``reserve``, the free lists' order included.
 
         Of no effect unless ``owner`` has something reserved: another's reservation stays.
         """
         if (step := self.open_step) is None or step.owner is not owner:
             return
-        self.tables.pages[step.rows, step.cols] = step.cells
-        self.tables.page_counts[step.slots] = step.page_counts
-        self.tables.lengths[step.slots] = step.lengths
-        self.tables.mark_dirty(step.slots, step.first_changed, step.page_counts)
-        self.pool.restore(step.mark)
+        tables = self.tables
+        for group, change in enumerate(step.changes):
+            tables.pages[group, change.rows, change.cols] = change.cells
+            tables.released[group, step.slots] = change.released
+            self.groups[group].pool.restore(change.mark)
+        tables.page_counts[step.slots] = step.page_counts
+        tables.lengths[step.slots] = step.lengths
+        tables.mark_dirty(step.slots, step.first_changed, step.page_counts)
         self.open_step = None
+
+    def _change(self, group: int, demand: Demand) -> GroupChange:
+        """What a step over this demand will change in a group; nothing has changed yet."""
+        tables, pool = self.tables, self.groups[group].pool
+        rows, cols = demand.cells(group)
+        num_fresh, num_copies = len(rows), len(demand.copied[group])
+        released = after = tables.released[group, demand.slots]
+        if self.groups[group].window_left is not None:
+            after = self.groups[group].released_after(demand.lengths_after, released)
+            behind = cells_of(demand.slots, released, after - released)
+            rows, cols = np.concatenate([rows, behind[0]]), np.concatenate([cols, behind[1]])
+        cells = tables.pages[group, rows, cols]
+        held = cells[cells != NO_PAGE]  # of a cell in use; a fresh page may be released too, and has no holder yet
+        return GroupChange(
+            rows, cols, num_fresh, cells, num_copies, released, after, pool.mark(held, count=num_fresh)
+        )  # fmt: skip
+
+    def _take(self, group: int, change: GroupChange) -> PageCopies:
+        """Fresh pages into a group's cells, and no longer count this step's writers as holders of what they replace."""
+        pool, source = self.groups[group].pool, change.cells[: change.num_copies]
+        fresh = pool.alloc(change.num_fresh)
+        pool.unshare(source)
+        self.tables.pages[group, change.rows[: change.num_fresh], change.cols[: change.num_fresh]] = fresh
+        return PageCopies(source, fresh[: change.num_copies])
+
+    def _release(self, group: int, slots: Int64Array, change: GroupChange) -> None:
+        """Let go of a group's pages that these sequences' next rows cannot see."""
+        rows, cols = change.rows[change.num_fresh :], change.cols[change.num_fresh :]
+        pages = self.tables.pages[group, rows, cols]
+        self.tables.pages[group, rows, cols] = NO_PAGE
+        self.tables.released[group, slots] = change.released_after
+        self.groups[group].pool.release(pages)
 
     def _slot(self, seq: int) -> int:
         # A dictionary also finds what only equals an id: True, 1.0.
@@ -233,13 +315,34 @@ class Sequences:
             raise InvalidInput("length", expected=f"an integer from 0 to the {stored} tokens stored", got=repr(length))
         return int(length)
 
-    def _start(self, pages: Int32Array, tokens: int) -> int:
-        slot = self.tables.take(pages, tokens)
-        self.pool.share(pages)
+    def _released_within(self, seq: int, length: int) -> list[int]:
+        """Up to where each group has released the first ``length`` tokens, if rows after them see none of those."""
+        released = self.tables.released[:, self._slot(seq)].tolist()
+        if not all(group.holds(length, end) for group, end in zip(self.groups, released, strict=True)):
+            shortest, stored = self.shortest(seq), self.length(seq)
+            raise PagesReleased(
+                f"sequence {seq} cannot go back to {length} tokens: its window has released pages that rows after them "
+                f"see; any length from {shortest} to its {stored} is possible, and so is starting again",
+                sequence=seq,
+                length=length,
+                shortest=shortest,
+            )
+        return [group.released_within(length, end) for group, end in zip(self.groups, released, strict=True)]
+
+    def _start(self, pages: Int32Array, tokens: int, released: list[int]) -> int:
+        slot = self.tables.take(pages, tokens=tokens, released=np.array(released))
+        for group, held in zip(self.groups, self.tables.pages[:, slot, : pages.shape[1]], strict=True):
+            group.pool.share(held[held != NO_PAGE])
         seq = self._next_id
         self._next_id += 1
         self.slots[seq] = slot
         return seq
+
+    def _cut(self, slot: int, tokens: int, released: list[int]) -> None:
+        count = pages_for(tokens, self.page_size)
+        dropped = self.tables.cut(slot, pages=count, tokens=tokens, released=np.array(released))
+        for group, pages in zip(self.groups, dropped, strict=True):
+            group.pool.release(pages[pages != NO_PAGE])
 
     def _demand(self, operation: str, items: Iterable[tuple[int, int]], *, append: bool) -> Demand:
         ids, counts = read_items(items)  # runs code of the caller's, which may change everything read below
@@ -247,21 +350,58 @@ class Sequences:
         slots = self._slots(ids)
         tables, page_size = self.tables, self.page_size
         lengths, page_counts = tables.lengths[slots], tables.page_counts[slots]
-        growth, copied = np.zeros_like(counts), np.empty(0, np.int64)
-        if append:
-            growth = pages_for(lengths + counts, page_size) - page_counts
-            partial = np.flatnonzero((counts > 0) & (lengths % page_size > 0))
-            tails = tables.pages[slots[partial], lengths[partial] // page_size]
-            copied = partial[pages_to_copy(tails, self.pool.refs[tails], lengths[partial])]
-        return Demand(slots, lengths, page_counts, counts, growth, copied, page_size)
+        if not append:
+            self._require_held(ids, slots, lengths, counts)
+            none = np.empty(0, np.int64)
+            growth, copied = np.zeros_like(counts), (none,) * len(self.groups)
+            return Demand(slots, lengths, lengths, page_counts, counts, growth, copied, page_size)
+        growth = pages_for(lengths + counts, page_size) - page_counts
+        partial = np.flatnonzero((counts > 0) & (lengths % page_size > 0))
+        cells, partial_lengths = (slots[partial], lengths[partial] // page_size), lengths[partial]
+        copied = tuple(
+            partial[pages_to_copy(tails, group.pool.refs[tails], partial_lengths)]
+            for group, pages in zip(self.groups, tables.pages, strict=True)
+            for tails in (pages[cells],)
+        )
+        return Demand(slots, lengths, lengths + counts, page_counts, counts, growth, copied, page_size)
 
-    def _out_of_pages(self, demand: Demand) -> OutOfPages:
-        needed, free, total = demand.total, self.pool.num_free, self.pool.num_pages
-        copies = f", {demand.num_copies} of them copies of shared pages," if demand.num_copies else ""
+    def _require_held(self, ids: list[int], slots: Int64Array, lengths: Int64Array, counts: Int64Array) -> None:
+        """Raise :class:`PagesReleased` where a sequence's last ``counts`` positions see what a window has released."""
+        for group, released in zip(self.groups, self.tables.released[:, slots], strict=True):
+            if group.window_left is None:
+                continue
+            first, shortest = lengths - counts, released * group.page_size + group.reach
+            if len(wrong := np.flatnonzero((counts > 0) & (released > group.sink_pages) & (first < shortest))):
+                seq, start, least = ids[wrong[0]], int(first[wrong[0]]), int(shortest[wrong[0]])
+                raise PagesReleased(
+                    f"sequence {seq}: rows from position {start} on see pages that its window has released; without "
+                    f"append only those from {least} on can attend",
+                    sequence=seq,
+                    length=start,
+                    shortest=least,
+                )
+
+    def _missing(self, demand: Demand) -> list[int]:
+        """Pages that each group lacks for this demand; those left over count below 0."""
+        return [demand.pages(index) - group.pool.num_free for index, group in enumerate(self.groups)]
+
+    def _pages_in_steps(self, index: int, demand: Demand, max_step_tokens: int) -> int:
+        """Free pages that this demand takes of a group with a window at most, in steps of at most so many tokens."""
+        group, step = self.groups[index], min(int(demand.counts.sum()), max_step_tokens)
+        kept = group.kept(demand.page_counts, self.tables.released[index, demand.slots])
+        lasting = np.minimum(demand.growth, np.maximum(group.kept_at_most() - kept, 0))
+        pages = int(lasting.sum()) + len(demand.copied[index]) + pages_for(step, self.page_size)
+        return min(pages, demand.pages(index))
+
+    def _out_of_pages(self, demand: Demand, index: int) -> OutOfPages:
+        pool, num_copies = self.groups[index].pool, len(demand.copied[index])
+        needed, free, total = demand.pages(index), pool.num_free, pool.num_pages
+        copies = f", {num_copies} of them copies of shared pages," if num_copies else ""
+        where = f" in {self.groups[index].name}" if len(self.groups) > 1 else ""
         return OutOfPages(
             f"a step of {int(demand.counts.sum())} tokens over {len(demand.slots)} sequences needs {needed} pages of "
-            f"{self.page_size} tokens{copies} and {free} of {total} are free; nothing has changed: take fewer requests "
-            f"or tokens, trim or remove sequences, or give the cache more memory",
+            f"{self.page_size} tokens{where}{copies} and {free} of {total} are free; nothing has changed: take fewer "
+            f"requests or tokens, trim or remove sequences, or give the cache more memory",
             needed=needed,
             free=free,
             total=total,

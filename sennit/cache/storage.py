@@ -1,4 +1,4 @@
-"""The memory of a cache: every layer's keys and values in one allocation, and the page tables' copy on the device."""
+"""The memory of a cache: a layer group's keys and values in one allocation, and the page tables' copy on the device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from sennit.cache.capacity import MAX_BYTES
 from sennit.cache.layout import StorageLayout, aligned
-from sennit.cache.report import CacheMemory
-from sennit.cache.tables import PageTables
+from sennit.cache.tables import NO_PAGE, PageTables
 from sennit.errors import CacheCorrupt
 
 __all__ = ["KVStorage", "Pools", "TableMirror", "upload"]
@@ -27,7 +26,7 @@ def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 class KVStorage:
-    """Keys and values of every layer: views of one allocation, never initialised (unused slots may hold anything).
+    """Keys and values of a layer group: views of one allocation, never initialised (unused slots may hold anything).
 
     Attributes:
         layout: sizes and layout.
@@ -57,38 +56,28 @@ class KVStorage:
             pools.append(views[0] if self.layout.spec.latent else (views[0], views[1]))
         return pools
 
-    def pools(self, layer: int) -> Pools:
-        """A layer's pools as views, in the form that :class:`sennit.BatchAttention` takes."""
-        return self._pools[layer]
+    def pools(self, index: int) -> Pools:
+        """The pools of the group's ``index``-th owner as views, in the form that :class:`BatchAttention` takes."""
+        return self._pools[index]
 
-    def read(self, layer: int, pages: NDArray[np.int32], length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copies of the first ``length`` rows in ``pages``: keys, and values or None where the layer is latent."""
-        index = upload(pages, self.buffer.device)
-        pools = self._pools[layer]
+    def read(self, index: int, pages: NDArray[np.int32], length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copies of the first ``length`` rows in ``pages``: keys, and values or None where the layer is latent.
+
+        Rows in pages of -1 are NaN.
+        """
+        device = self.buffer.device
+        held = upload(np.maximum(pages, 0), device)
+        gone = upload(np.flatnonzero(np.repeat(pages == NO_PAGE, self.layout.page_size)[:length]), device)
+        pools = self._pools[index]
         if isinstance(pools, torch.Tensor):
-            return self._rows(pools, index, length), None
-        return self._rows(pools[0], index, length), self._rows(pools[1], index, length)
+            return self._rows(pools, held, length, gone), None
+        return self._rows(pools[0], held, length, gone), self._rows(pools[1], held, length, gone)
 
-    def _rows(self, pool: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
-        pages = pool.index_select(0, index)
+    def _rows(self, pool: torch.Tensor, held: torch.Tensor, length: int, gone: torch.Tensor) -> torch.Tensor:
+        pages = pool.index_select(0, held)
         if pool.dim() == 4 and self.layout.kv_layout == "HND":
             pages = pages.transpose(1, 2)
-        return pages.flatten(0, 1)[:length]
-
-    def memory(self, table_bytes: int) -> CacheMemory:
-        """What the allocation is spent on, beside page tables of ``table_bytes``."""
-        layout, sizes = self.layout, self.layout.pool_bytes(self.num_pages)
-        return CacheMemory(
-            num_layers=layout.num_layers,
-            num_pages=self.num_pages,
-            page_size=layout.page_size,
-            k_pool_bytes=sizes[0],
-            v_pool_bytes=sum(sizes[1:]),
-            bytes_per_token=layout.num_layers * layout.spec.kv_bytes_per_token,
-            bytes_per_page=layout.bytes_per_page,
-            table_bytes=table_bytes,
-            total_bytes=self.buffer.numel(),
-        )
+        return pages.flatten(0, 1)[:length].index_fill_(0, gone, torch.nan)
 
 
 def _allocate(size: int, device: torch.device) -> torch.Tensor:
@@ -108,16 +97,17 @@ class TableMirror:
     """The page tables' copy on a device, brought up to date by the cells that changed.
 
     Attributes:
-        pages: int32 ``[slots, capacity]``, as in :class:`PageTables`; cells that are not in use may hold anything.
+        pages: int32 ``[groups, slots, capacity]``, as in :class:`PageTables`; cells that are not in use, or whose page
+            has been released, may hold anything.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.pages = torch.empty(0, 0, dtype=torch.int32, device=device)
+        self.pages = torch.empty(0, 0, 0, dtype=torch.int32, device=device)
 
     def rows(self, tables: PageTables, slots: NDArray[np.int64], width: int) -> torch.Tensor:
-        """``[len(slots), width]`` int32: the first ``width`` pages of these rows, as they are now."""
+        """``[groups, len(slots), width]`` int32: the first ``width`` pages of these rows, as they are now."""
         self.update(tables)
-        return self.pages[:, :width].index_select(0, upload(slots, self.pages.device))
+        return self.pages[:, :, :width].index_select(1, upload(slots, self.pages.device))
 
     def update(self, tables: PageTables) -> None:
         """Take over the cells that changed, or everything when the tables have grown."""
@@ -126,17 +116,20 @@ class TableMirror:
             if tuple(self.pages.shape) != tables.pages.shape:
                 self.pages = upload(tables.pages.copy(), device)  # on the CPU, not the tables themselves
             elif len((cells := tables.dirty_cells())[0]):
-                where = np.ravel_multi_index(cells, tables.pages.shape)
-                index, pages = upload(np.stack([where, tables.pages[cells]]), device)
-                self.pages.view(-1)[index] = pages.to(torch.int32)
+                rows, cols = cells
+                changed = upload(np.stack([rows, cols, *tables.pages[:, rows, cols]]), device)
+                self.pages[:, changed[0], changed[1]] = changed[2:].to(torch.int32)
         tables.mark_clean()
 
     def check(self, tables: PageTables) -> None:
-        """Raise :class:`CacheCorrupt` unless every cell in use that has not changed since the last update is here."""
+        """Raise :class:`CacheCorrupt` unless every page in use that has not changed since the last update is here."""
         if tuple(self.pages.shape) != tables.pages.shape:
             return
-        known = np.arange(tables.pages.shape[1]) < tables.page_counts[:, None]
+        known = np.arange(tables.pages.shape[2]) < tables.page_counts[:, None]
         known[tables.dirty_cells()] = False
-        if len(wrong := np.argwhere(known & (self.pages.cpu().numpy() != tables.pages))):
-            slot, column = wrong[0]
-            raise CacheCorrupt(f"slot {slot}: page {column} on {self.pages.device} is not {tables.pages[slot, column]}")
+        wrong = known & (tables.pages != NO_PAGE) & (self.pages.cpu().numpy() != tables.pages)
+        if wrong.any():
+            group, slot, column = np.argwhere(wrong)[0]
+            raise CacheCorrupt(
+                f"slot {slot}: page {column} on {self.pages.device} is not {tables.pages[group, slot, column]}"
+            )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from sennit.check.compare import Comparison
 
@@ -18,6 +18,7 @@ class Outcome:
     Attributes:
         ratio: largest error over the largest allowed; infinite where something is wrong whatever its size.
         text: what was computed, and what is wrong with it.
+        seen: how often each thing happened, where a case is made of many.
 
     >>> Outcome(0.5, "").passed, Outcome.wrong("append wrote to another slot").passed
     (True, False)
@@ -25,6 +26,7 @@ class Outcome:
 
     ratio: float
     text: str
+    seen: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from sennit.attention import BatchAttention
 from sennit.check.compare import compare
 from sennit.check.functions import random_functions
+from sennit.check.operations import run_episode
 from sennit.check.outcome import Outcome
 from sennit.check.problems import Problem, make_problem, random_problem
 from sennit.check.threads import one_thread
@@ -22,6 +23,7 @@ from sennit.spec import AttentionSpec
 
 __all__ = ["Case", "Outcome", "Target", "cases"]
 
+EPISODE = 200  # random operations of one case
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 
@@ -52,14 +54,22 @@ class Case:
         return self.name.partition("/")[0]
 
 
-def cases(backend: str, device: torch.device | str = "cpu", *, num_random: int = 200, seed: int = 0) -> Iterator[Case]:
+def cases(
+    backend: str,
+    device: torch.device | str = "cpu",
+    *,
+    num_random: int = 200,
+    num_operations: int = 0,
+    seed: int = 0,
+) -> Iterator[Case]:
     """Every case for a backend on a device; nothing is computed before a case is run.
 
     Args:
         backend: its name.
         device: where it runs.
         num_random: random hostile problems after the fixed battery; problem ``i`` depends on ``seed`` and ``i`` alone.
-        seed: of the random problems.
+        num_operations: random operations on small caches, in cases of 200, which likewise depend on nothing else.
+        seed: of everything random.
 
     >>> case = next(cases("reference", num_random=0))
     >>> case.name, case.run().passed
@@ -73,6 +83,10 @@ def cases(backend: str, device: torch.device | str = "cpu", *, num_random: int =
     yield from _writing(target)
     for index in range(num_random):
         yield Case(f"random/{index}", partial(_random, target, seed, index))
+    for index, done in enumerate(range(0, num_operations, EPISODE)):
+        count = min(EPISODE, num_operations - done)
+        episode = partial(run_episode, seed, index, count, device=target.device, backend=backend)
+        yield Case(f"operations/{index}", episode)
 
 
 def _shapes(target: Target) -> Iterator[Case]:
@@ -160,10 +174,16 @@ def _writing(target: Target) -> Iterator[Case]:
         yield _case(f"append/{_short(dtype)}", target, spec, [30, 1, 0, 4], [77, 18, 5, 2], append=True)
     yield _case("append/latent", target, mla, [30, 1], [77, 18], append=True)
     yield _case("append/interleaved", target, _heads(2, 64), [9, 1], [40, 1], append=True, pool="interleaved")
-    specs = {"bfloat16": _heads(4, 64, dtype=torch.bfloat16), "float32": _heads(2, 64), "latent": mla}
-    for name, spec in specs.items():
+    full = _heads(2, 64)
+    layers = {
+        "bfloat16": [_heads(4, 64, dtype=torch.bfloat16)] * 2,
+        "float32": [full] * 2,
+        "latent": [mla] * 2,
+        "windows": [full.replace(window_left=9, num_sink_tokens=2), full, full.replace(window_left=21)],
+    }
+    for name, specs in layers.items():
         for page_size in (4, 16):
-            scenario = partial(_cache, target, spec, page_size)
+            scenario = partial(_cache, target, specs, page_size)
             yield Case(f"cache/{name}-pages-of-{page_size}", scenario)
 
 
@@ -228,8 +248,8 @@ def _solve(target: Target, problem: Problem, *, split_size: int | None, append: 
         return Outcome.of([compare(problem, out, lse)])
 
 
-def _cache(target: Target, spec: AttentionSpec, page_size: int) -> Outcome:
-    return CacheScenario(spec, page_size, target.backend, target.device).run()
+def _cache(target: Target, specs: Sequence[AttentionSpec], page_size: int) -> Outcome:
+    return CacheScenario(specs, page_size, target.backend, target.device).run()
 
 
 def _heads(group: int, dim_qk: int, dim_vo: int | None = None, *, dtype: torch.dtype = torch.float32) -> AttentionSpec:

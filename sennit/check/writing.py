@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from sennit.attention import BatchAttention
-from sennit.check.compare import Comparison, compare
 from sennit.check.outcome import Outcome
 from sennit.check.problems import Problem
-from sennit.check.threads import one_thread
+from sennit.check.twin import Disagreement, Twin, fill_with_nan
 from sennit.errors import CacheCorrupt
 from sennit.kvcache import KVCache
 from sennit.plan.plan import Plan
@@ -18,8 +17,6 @@ from sennit.pools import nhd_views, split_pools
 from sennit.spec import AttentionSpec
 
 __all__ = ["CacheScenario", "append_again"]
-
-KeysValues = tuple[torch.Tensor, torch.Tensor]  # [tokens, num_kv_heads, dim] each
 
 
 def append_again(problem: Problem, attention: BatchAttention, plan: Plan) -> str:
@@ -65,106 +62,34 @@ def _new_tokens(problem: Problem) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 class CacheScenario:
-    """A cache of two layers and a plain dictionary of tensors that live through the same.
+    """A cache of some layers, and its twin, through a life that mixes prefill, decode, forks, trims and removals.
 
     Args:
-        spec: of both layers.
+        specs: one a layer.
         page_size: tokens a page.
         backend: its name.
         device: where it runs.
     """
 
-    def __init__(self, spec: AttentionSpec, page_size: int, backend: str, device: torch.device) -> None:
-        self.spec = spec
-        self.cache = KVCache([spec] * 2, num_tokens=256, page_size=page_size, device=device, backend=backend)
-        for layer in range(2):
-            pools = self.cache.pools(layer)
-            for pool in [pools] if isinstance(pools, torch.Tensor) else pools:
-                pool.fill_(torch.nan)
-        self._stored: dict[int, list[KeysValues]] = {}  # one pair a layer
-        self._generator = torch.Generator().manual_seed(7)
+    def __init__(self, specs: Sequence[AttentionSpec], page_size: int, backend: str, device: torch.device) -> None:
+        self.cache = KVCache(specs, num_tokens=256, page_size=page_size, device=device, backend=backend)
+        self.twin = Twin(fill_with_nan(self.cache), seed=7)
 
     def run(self) -> Outcome:
         """Prefill, fork in the middle of a page, trim, remove, in steps that mix all of them; then read all back."""
-        first, second = self._add(), self._add()
-        found = self._step({first: 37, second: 5})
-        fork = self._fork(first, 21)
-        found += self._step({first: 1, fork: 6, second: 1})
-        self._trim(first, 30)
-        found += self._step({first: 2, fork: 1})
-        self.cache.remove(second)
-        del self._stored[second]
-        third = self._add()
-        found += self._step({third: 19, first: 1, fork: 0})
+        twin = self.twin
+        first, second = twin.add(), twin.add()
+        found = twin.step([(first, 37), (second, 5)], verify=True)
+        fork = twin.fork(first, max(21, self.cache.shortest(first)))
+        found += twin.step([(first, 1), (fork, 6), (second, 1)], verify=True)
+        twin.trim(first, max(30, self.cache.shortest(first)))
+        found += twin.step([(first, 2), (fork, 1)], verify=True)
+        twin.remove(second)
+        third = twin.add()
+        found += twin.step([(third, 19), (first, 1), (fork, 0)], verify=True)
         try:
             self.cache.check()
-        except CacheCorrupt as error:
+            twin.check()
+        except (CacheCorrupt, Disagreement) as error:
             return Outcome.wrong(str(error))
-        if different := [seq for seq in self._stored if not self._reads_back(seq)]:
-            return Outcome.wrong(f"sequences {different} read back other keys or values than were written")
         return Outcome.of(found)
-
-    def _add(self) -> int:
-        seq = self.cache.add()
-        self._stored[seq] = [self._random_keys(0) for _ in self.cache.specs]
-        return seq
-
-    def _fork(self, seq: int, length: int) -> int:
-        fork = self.cache.fork(seq, length)
-        self._stored[fork] = [(k[:length], v[:length]) for k, v in self._stored[seq]]
-        return fork
-
-    def _trim(self, seq: int, length: int) -> None:
-        self.cache.trim(seq, length=length)
-        self._stored[seq] = [(k[:length], v[:length]) for k, v in self._stored[seq]]
-
-    def _step(self, new_tokens: dict[int, int]) -> list[Comparison]:
-        """One step with random tensors, and its comparison with dense attention a layer."""
-        spec, scale, found = self.spec, self.spec.head_dim_qk**-0.5, []
-        with self.cache.step(list(new_tokens.items())) as step:
-            for layer in range(2):
-                q = self._random(step.num_tokens, spec.num_qo_heads, spec.head_dim_qk)
-                k, v = self._random_keys(step.num_tokens)
-                new = (k[:, 0], None) if spec.latent else (k, v)
-                out, lse = step.attend(layer, q, *new, sm_scale=scale, return_lse=True)
-                self._append(layer, new_tokens, k, v)
-                pairs = [self._stored[seq][layer] for seq in new_tokens]
-                problem = Problem(
-                    spec=spec,
-                    page_size=self.cache.page_size,
-                    kv_layout=self.cache.kv_layout,
-                    batch=step.batch,
-                    causal=[True] * len(pairs),
-                    q=q,
-                    kv=self.cache.pools(layer),
-                    keys=[k for k, _ in pairs],
-                    values=[v for _, v in pairs],
-                    sm_scale=scale,
-                )
-                with one_thread():
-                    found.append(compare(problem, out, lse))
-        return found
-
-    def _append(self, layer: int, new_tokens: dict[int, int], k: torch.Tensor, v: torch.Tensor) -> None:
-        counts = list(new_tokens.values())
-        for seq, new_k, new_v in zip(new_tokens, torch.split(k, counts), torch.split(v, counts), strict=True):
-            old_k, old_v = self._stored[seq][layer]
-            self._stored[seq][layer] = torch.cat([old_k, new_k]), torch.cat([old_v, new_v])
-
-    def _reads_back(self, seq: int) -> bool:
-        for layer, (k, v) in enumerate(self._stored[seq]):
-            read_k, read_v = self.cache.read(seq, layer)
-            if self.spec.latent:
-                read_k, read_v = read_k[:, None], v
-            if not (torch.equal(read_k, k) and read_v is not None and torch.equal(read_v, v)):
-                return False
-        return True
-
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator).to(self.cache.device, self.spec.dtype)
-
-    def _random_keys(self, tokens: int) -> KeysValues:
-        k = self._random(tokens, self.spec.num_kv_heads, self.spec.head_dim_qk)
-        if self.spec.latent:
-            return k, k[..., : self.spec.head_dim_vo]
-        return k, self._random(tokens, self.spec.num_kv_heads, self.spec.head_dim_vo)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,6 +35,7 @@ class Tally:
     skipped: int = 0
     worst_ratio: float = 0.0
     reasons: set[str] = field(default_factory=set)  # of the skipped ones
+    seen: Counter[str] = field(default_factory=Counter)  # what happened in cases that are made of many things
 
     @property
     def cases(self) -> int:
@@ -58,15 +61,27 @@ def check(
         str | None, typer.Option(help="Backend to test.", show_default="all that can run on the device")
     ] = None,
     num_random: Annotated[
-        int, typer.Option("--random", min=0, metavar="N", help="Random hostile problems for each backend.")
-    ] = 200,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the random problems.")] = 0,
+        int | None,
+        typer.Option(
+            "--random", min=0, metavar="N", help="Random hostile batches for each backend.", show_default="200"
+        ),
+    ] = None,
+    num_operations: Annotated[
+        int | None,
+        typer.Option(
+            "--operations", min=0, metavar="N", help="Random cache operations for each backend.", show_default="1000"
+        ),
+    ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="Make that 20000 batches and 1000000 operations.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of everything random.")] = 0,
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Run only the cases with matching names, such as 'pages/*'.")
     ] = "*",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare every backend with dense float64 attention, on this machine.
+    """Compare every backend with dense float64 attention, and caches with plain tensors, on this machine.
 
     An error may be twice that of plain PyTorch in the same dtype, plus one rounding.
 
@@ -79,18 +94,21 @@ def check(
     from sennit.errors import InvalidInput
 
     target = resolve_device(device)
+    num_random = (20_000 if long else 200) if num_random is None else num_random
+    num_operations = (1_000_000 if long else 1_000) if num_operations is None else num_operations
     chosen = [
         (name, case)
         for name in _backends(backend, target)
-        for case in cases(name, target, num_random=num_random, seed=seed)
+        for case in cases(name, target, num_random=num_random, num_operations=num_operations, seed=seed)
         if fnmatchcase(case.name, only)
     ]
     if not chosen:
         raise InvalidInput("--only", expected="a pattern that some case's name matches", got=repr(only))
-    options = f"--device {target} --random {num_random} --seed {seed}"
+    options = f"--device {target} --random {num_random} --operations {num_operations} --seed {seed}"
+    start = perf_counter()
     tallies, failures = _run(chosen, options)
     if as_json:
-        print_json(_as_json(tallies, failures, str(target), seed))
+        print_json(_as_json(tallies, failures, str(target), seed) | {"seconds": round(perf_counter() - start, 1)})
     else:
         _print(tallies, failures, str(target))
     if failures:
@@ -149,6 +167,7 @@ def _run_case(case: Case, tally: Tally) -> str:
         tally.worst_ratio = float("inf")
         return str(error) if isinstance(error, SennitError) else f"{type(error).__name__}: {error}"
     tally.worst_ratio = max(tally.worst_ratio, outcome.ratio)
+    tally.seen.update(outcome.seen)
     if outcome.passed:
         tally.passed += 1
         return ""
@@ -174,6 +193,7 @@ def _as_json(tallies: list[Tally], failures: list[Failure], device: str, seed: i
                 "skipped": tally.skipped,
                 "worst_ratio": tally.worst_ratio if isfinite(tally.worst_ratio) else None,
                 "skip_reasons": sorted(tally.reasons),
+                "seen": dict(tally.seen),
             }
             for tally in tallies
         ],
@@ -189,6 +209,10 @@ def _print(tallies: list[Tally], failures: list[Failure], device: str) -> None:
         of_backend = [tally for tally in tallies if tally.backend == backend]
         stdout.print(_table(backend, of_backend, device, ascii_only=stdout.options.ascii_only))
         stdout.print()
+    for tally in tallies:
+        if tally.seen:
+            counts = ", ".join(f"{name} {count}" for name, count in sorted(tally.seen.items()))
+            stdout.print(f"{tally.backend} {tally.group}: {counts}", style="dim")
     for reason in sorted({reason for tally in tallies for reason in tally.reasons}):
         stdout.print(f"skipped: {reason}", style="dim")
     for failure in failures[:MOST_FAILURES]:

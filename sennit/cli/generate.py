@@ -49,6 +49,29 @@ def generate(
         Path | None,
         typer.Option(metavar="PATH", help="A file of prompts, one a line; - is standard input."),
     ] = None,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="0: always the most probable token; more: draw at random.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", help="Draw from the K most probable tokens.", show_default="all")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P", help="Draw from the fewest tokens that have probability P together.", show_default="1"
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="Draw from tokens at least P times as probable as the best.", show_default="0"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Draw the same again; --json prints it.", show_default="a new one")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End a completion before this text; may be repeated.", show_default=False),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     device: Annotated[
@@ -56,16 +79,22 @@ def generate(
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights; auto: as they are stored.")] = Dtype.AUTO,
 ) -> None:
-    """Generate greedily for prompts, all of them in one batch, and print the texts in the prompts' order.
+    """Generate for prompts, all of them in one batch, and print the texts in the prompts' order.
 
     Example: sennit generate "What is a braid?" "And a sennit?" --max-new-tokens 40
+
+    At random: sennit generate "Write a haiku." --temperature 0.8 --top-p 0.95 --seed 7 --stop "###"
     """
     asked = _read_prompts(list(prompts or ()), file)
-    loaded = _load(model, device, dtype)
+    if "" in (stop or ()):
+        fail("--stop: expected at least one character, got none")
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    loaded = _load(model, device, dtype, sampling)
+    options = {"max_new_tokens": max_new_tokens, "raw": raw, "stop": stop, **sampling}
     if len(asked) == 1 and not as_json:
-        _stream_one(loaded, asked[0], max_new_tokens, raw)
+        _stream_one(loaded, asked[0], options)
         return
-    completions = _run_all(loaded, asked, max_new_tokens, raw)
+    completions = _run_all(loaded, asked, options)
     if as_json:
         print_json([_as_json(prompt, done) for prompt, done in zip(asked, completions, strict=True)])
     else:
@@ -98,8 +127,8 @@ def _piped_text() -> str:
     return sys.stdin.buffer.read().decode("utf-8-sig") if sys.stdin else ""
 
 
-def _load(model: str | None, device: str | None, dtype: Dtype) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
+def _load(model: str | None, device: str | None, dtype: Dtype, sampling: dict[str, Any]) -> tuple[Any, Any]:
+    """The model and its tokenizer, once it is certain that tokens can be chosen in this way."""
     import torch
 
     from sennit.device import resolve_device
@@ -108,9 +137,10 @@ def _load(model: str | None, device: str | None, dtype: Dtype) -> tuple[Any, Any
     wanted = None if dtype is Dtype.AUTO else getattr(torch, dtype.value)
     try:
         with working("Loading transformers ..."), _no_collection():
-            from sennit.hf import loading, smollm2
+            from sennit.hf import Sampling, loading, smollm2
     except ImportError as error:  # it says what to install
         fail(str(error))
+    Sampling(**sampling)
     # Fetching, here or from the hub, draws its own progress.
     source = str(smollm2.ensure()) if model is None else model
     shown = os.path.exists(os.path.expanduser(source))
@@ -128,16 +158,16 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _events(loaded: tuple[Any, Any], prompts: list[str], max_new_tokens: int, raw: bool) -> Any:
+def _events(loaded: tuple[Any, Any], prompts: list[str], options: dict[str, Any]) -> Any:
     from sennit.hf import stream
 
-    return closing(stream(*loaded, prompts, max_new_tokens=max_new_tokens, raw=raw))
+    return closing(stream(*loaded, prompts, **options))
 
 
-def _stream_one(loaded: tuple[Any, Any], prompt: str, max_new_tokens: int, raw: bool) -> None:
+def _stream_one(loaded: tuple[Any, Any], prompt: str, options: dict[str, Any]) -> None:
     """Print the text of one prompt as it comes."""
     shown = not (sys.stdout and sys.stdout.isatty())  # on a terminal the text itself shows how far it is
-    with _events(loaded, [prompt], max_new_tokens, raw) as events, _progress(1, max_new_tokens, shown) as advance:
+    with _events(loaded, [prompt], options) as events, _progress(1, options["max_new_tokens"], shown) as advance:
         try:
             for event in events:
                 typer.echo(event.text, nl=False)
@@ -147,11 +177,11 @@ def _stream_one(loaded: tuple[Any, Any], prompt: str, max_new_tokens: int, raw: 
                 typer.echo()  # also after Ctrl-C: what is printed next begins a line
 
 
-def _run_all(loaded: tuple[Any, Any], prompts: list[str], max_new_tokens: int, raw: bool) -> list[Completion]:
+def _run_all(loaded: tuple[Any, Any], prompts: list[str], options: dict[str, Any]) -> list[Completion]:
     found: dict[int, Completion] = {}
     with (
-        _events(loaded, prompts, max_new_tokens, raw) as events,
-        _progress(len(prompts), max_new_tokens, True) as advance,
+        _events(loaded, prompts, options) as events,
+        _progress(len(prompts), options["max_new_tokens"], True) as advance,
     ):
         for event in events:
             advance(event)
@@ -201,7 +231,8 @@ def _print_all(prompts: list[str], completions: list[Completion]) -> None:
         heading.truncate(stdout.width, overflow="ellipsis")
         stdout.print(heading, no_wrap=True)
         typer.echo(done.text.strip("\n"))
-        note = f"{len(done.token_ids)} tokens, {done.finish_reason}"
+        seed = "" if done.seed is None else f", seed {done.seed}"
+        note = f"{len(done.token_ids)} tokens, {done.finish_reason}{seed}"
         stdout.print(note, style="dim", end="\n\n" if index < len(prompts) else "\n")
 
 
@@ -211,4 +242,6 @@ def _as_json(prompt: str, done: Completion) -> dict[str, Any]:
         "text": done.text,
         "token_ids": done.token_ids,
         "finish_reason": done.finish_reason,
+        "stopped_by": done.stopped_by,
+        "seed": done.seed,
     }

@@ -20,6 +20,7 @@ from sennit.hf.generation import generate, stream
 from sennit.hf.loading import load
 from sennit.hf.models import check_supported, layer_specs
 from sennit.hf.requests import Completion, Event
+from sennit.hf.sampling import Sampling
 from sennit.hf.stats import BatcherStats
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "BatcherStats",
     "Completion",
     "Event",
+    "Sampling",
     "check_supported",
     "generate",
     "layer_specs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -11,8 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sennit.attention import BatchAttention
 from sennit.errors import InvalidInput, PlanMismatch, UnsupportedFeature
+from sennit.hf.latent import attend_latent
 from sennit.hf.masks import KeyRanges, key_ranges
-from sennit.hf.models import check_attention_module
+from sennit.hf.models import architecture_of, window_left
 from sennit.spec import AttentionSpec
 
 __all__ = ["NAME", "attention_forward", "register"]
@@ -21,13 +23,15 @@ __all__ = ["NAME", "attention_forward", "register"]
 NAME = "sennit"
 
 # Keywords that say nothing which attention would have to obey.
-HARMLESS = frozenset({"position_ids", "use_cache", "output_hidden_states", "num_items_in_batch"})
+HARMLESS = frozenset(
+    {"position_ids", "use_cache", "output_hidden_states", "output_router_logits", "num_items_in_batch"}
+)
 
 ADVICE = {
     "output_attentions": "attention weights are never formed; use attn_implementation='eager' for them",
-    "sliding_window": "no supported architecture has been tested with a window",
-    "softcap": "no supported architecture caps its logits",
-    "s_aux": "no supported architecture has learned sinks",
+    "sliding_window": "this architecture has not been tested with a window",
+    "softcap": "this architecture has not been tested with a soft cap",
+    "s_aux": "this architecture has not been tested with learned sinks",
 }
 
 
@@ -60,8 +64,10 @@ def attention_forward(
         scaling: factor of the logits; the layer's own ``scaling`` when left out.
         dropout: must be 0.
         **kwargs: ``sennit_step=step`` makes this a packed step: ``batch`` is 1, its tokens are those of the open
-            :class:`sennit.KVCache` step, whose cache holds everything before them. Anything else that would change
-            the result is refused.
+            :class:`sennit.KVCache` step, whose cache holds everything before them; layers that store latents also
+            need ``sennit_latents`` (:func:`sennit.hf.latent.latent_keywords`). A window (``sliding_window``), soft cap
+            (``softcap``) or learned sinks (``s_aux``, ``[num_qo_heads]``) are taken from the architectures that have
+            them. Anything else that would change the result is refused.
 
     Returns:
         ``([batch, q_length, num_qo_heads, head_dim], None)``; a query that sees no key gives zeros.
@@ -70,18 +76,61 @@ def attention_forward(
         UnsupportedModel: the layer belongs to an architecture that has not been tested.
         UnsupportedFeature: a mask, keyword, dropout or gradient that Sennit cannot serve.
         InvalidInput: shapes disagree with the mask, or the mask is not Sennit's.
+        PlanMismatch: window, cap or sinks are not those of the mask or of the step's cache.
     """
-    step = kwargs.pop("sennit_step", None)
-    check_attention_module(module)
+    step, latents = kwargs.pop("sennit_step", None), kwargs.pop("sennit_latents", None)
+    layer = _Layer(**{name: kwargs.pop(name, None) for name in architecture_of(module).keywords})
     _refuse_unsupported(module, (query, key, value), dropout, kwargs)
     sm_scale: float = module.scaling if scaling is None else scaling  # type: ignore[assignment]
-    if step is not None:
-        return _attend_step(module, step, (query, key, value), sm_scale), None
-    return _attend_padded(query, key, value, attention_mask, sm_scale), None
+    if step is None:
+        return _attend_padded((query, key, value), layer, attention_mask, sm_scale), None
+    spec: AttentionSpec = step.plan(module.layer_idx).spec
+    layer.check_spec(spec, module)
+    if spec.latent:
+        return attend_latent(module, step, latents, query, sm_scale).unsqueeze(0), None
+    return _attend_step(module, step, (query, key, value), layer, sm_scale), None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What a layer asks for beyond plain attention, under the names of transformers' keywords."""
+
+    sliding_window: int | None = None
+    softcap: float | None = None
+    s_aux: torch.Tensor | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The same as fields of an :class:`AttentionSpec`."""
+        return {
+            "window_left": window_left(self.sliding_window),
+            "logits_soft_cap": self.softcap,
+            "learned_sinks": self.s_aux is not None,
+        }
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The learned sinks as ``run`` takes them."""
+        return None if self.s_aux is None else self.s_aux.detach().float()
+
+    def check_spec(self, spec: AttentionSpec, module: torch.nn.Module) -> None:
+        """Refuse a cache whose layer computes something else."""
+        for name, asked in self.fields.items():
+            if (planned := getattr(spec, name)) != asked:
+                raise PlanMismatch(
+                    "sennit_step",
+                    expected=f"a cache whose layer {module.layer_idx} has {name}={asked}, as the model's has",
+                    got=f"{name}={planned}",
+                    hint="make it of sennit.hf.layer_specs(model)",
+                )
 
 
 def _attend_step(
-    module: torch.nn.Module, step: Any, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sm_scale: float
+    module: torch.nn.Module,
+    step: Any,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    layer: _Layer,
+    sm_scale: float,
 ) -> torch.Tensor:
     query, key, _ = qkv
     if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
@@ -92,14 +141,15 @@ def _attend_step(
             hint="pass use_cache=False",
         )
     q, k, v = (t[0].transpose(0, 1) for t in qkv)
-    out: torch.Tensor = step.attend(module.layer_idx, q, k, v, sm_scale=sm_scale)
+    out: torch.Tensor = step.attend(module.layer_idx, q, k, v, sm_scale=sm_scale, sinks=layer.sinks)
     return out.unsqueeze(0)
 
 
 def _attend_padded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: KeyRanges | None, sm_scale: float
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], layer: _Layer, ranges: KeyRanges | None, sm_scale: float
 ) -> torch.Tensor:
-    ranges = _check_ranges(ranges, query, key)
+    query, key, value = qkv
+    ranges = _check_ranges(ranges, query, key, layer.sliding_window)
     heads, dim = query.shape[1], query.shape[3]
     spec = AttentionSpec(
         num_qo_heads=heads,
@@ -108,6 +158,7 @@ def _attend_padded(
         head_dim_vo=value.shape[3],
         dtype=query.dtype,
         kv_dtype=key.dtype,
+        **layer.fields,
     )
     attention = _batch_attention(spec, query.device)
     plan = ranges.plans.get((spec, query.device))
@@ -115,7 +166,7 @@ def _attend_padded(
         batch, causal = ranges.requests()
         plan = ranges.plans[spec, query.device] = attention.plan(batch, causal=causal)
     keys, values = (_packed(t[:, :, : ranges.visible]) for t in (key, value))
-    out: torch.Tensor = attention.run(plan, _packed(query), (keys, values), sm_scale=sm_scale)
+    out: torch.Tensor = attention.run(plan, _packed(query), (keys, values), sm_scale=sm_scale, sinks=layer.sinks)
     return out.view(ranges.batch_size, ranges.q_length, heads, value.shape[3])
 
 
@@ -140,15 +191,15 @@ def _packed(padded: torch.Tensor) -> torch.Tensor:
     return padded.transpose(1, 2).reshape(-1, padded.shape[1], padded.shape[3])
 
 
-def _check_ranges(ranges: Any, query: torch.Tensor, key: torch.Tensor) -> KeyRanges:
+def _check_ranges(ranges: Any, query: torch.Tensor, key: torch.Tensor, window: int | None) -> KeyRanges:
     if not isinstance(ranges, KeyRanges):
         got = type(ranges).__name__ + (f" of shape {tuple(ranges.shape)}" if isinstance(ranges, torch.Tensor) else "")
         raise InvalidInput(
             "attention_mask",
             expected="no mask, or a padding mask [batch, length]",
             got="nothing at the attention layer" if ranges is None else got,
-            hint="call the layer through its model, which asks Sennit for the mask; 4-D masks need "
-            "attn_implementation='sdpa'",
+            hint="call the layer through its model, which asks Sennit for the mask, and not while a batcher's step "
+            "runs the model in another thread; 4-D masks need attn_implementation='sdpa'",
         )
     if ranges.problem:
         raise UnsupportedFeature("attention_mask", ranges.problem)
@@ -159,6 +210,10 @@ def _check_ranges(ranges: Any, query: torch.Tensor, key: torch.Tensor) -> KeyRan
             "query and key",
             expected=f"batch {expected[0]} with {expected[1]} queries and {expected[2]} keys, as the mask was made for",
             got=f"batch {got_sizes[0]} with {got_sizes[1]} queries and {got_sizes[2]} keys",
+        )
+    if ranges.window != window:
+        raise PlanMismatch(
+            "sliding_window", expected=f"{ranges.window}, as the mask was made for", got=f"{window} at the layer"
         )
     return ranges
 

@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 
+from sennit.cache.demand import is_integer
 from sennit.errors import CapacityExceeded, InvalidInput, SennitError
 from sennit.hf.forward import PackedForward
-from sennit.hf.greedy import check_greedy, stop_tokens
-from sennit.hf.models import layer_specs, model_device, vocab_size
+from sennit.hf.generation_config import check_generation_config, stop_tokens
+from sennit.hf.models import context_length, layer_specs, model_device, vocab_size
 from sennit.hf.prompts import Prompt, encode
 from sennit.hf.queue import RequestQueue
 from sennit.hf.requests import Event, NewToken, Request
+from sennit.hf.sampling import Sampling
 from sennit.hf.sharing import SharedSequences
-from sennit.hf.sizing import default_tokens, positive
+from sennit.hf.sizing import default_tokens, longest_alone, positive
 from sennit.hf.stats import BatcherStats
+from sennit.hf.stops import stop_strings
 from sennit.hf.text import TextStream
 from sennit.kvcache import KVCache
 
@@ -30,32 +33,41 @@ MAX_NEW_TOKENS = 64
 
 
 class Batcher:
-    """Greedy generation for prompts that come and go, sharing every step of one model.
+    """Generation for prompts that come and go, sharing every step of one model.
 
     Each :meth:`step` is one forward pass over packed tokens: one of every request that decodes, and as much of the
     prompts as the token budget allows. When memory runs out, finished sequences that were kept for their prefixes go
     first; then the request that started last is put back at the front of the queue and computed again later. A request
     that fills the whole cache alone ends with finish reason ``"capacity"``. The same calls give the same steps.
 
+    A request is decoded greedily unless it asks for a temperature, whatever sampling settings the model's generation
+    configuration has. What is drawn for a request depends on its logits and its seed alone, not on what shares its
+    steps. The last bits of its logits may depend on that: attention's without ``split_size``, and those of the model's
+    own matrix products where a library rounds otherwise for another number of rows.
+
     The model's attention setting is Sennit's while a step runs and its own between steps. One thread at a time uses a
     batcher and its model.
 
     Args:
-        model: a transformers ``LlamaForCausalLM`` or ``Qwen3ForCausalLM`` on one device.
+        model: a transformers causal language model of a supported architecture
+            (:data:`sennit.hf.models.SUPPORTED`), on one device.
         tokenizer: its tokenizer; None when prompts are token ids (texts are then empty).
         memory: of the cache: ``"4GiB"``, bytes, or a fraction of what is free.
         num_tokens: or its size in tokens. Without either it holds ``max_requests`` sequences of the model's full
-            length, or takes a sensible part of the free memory if that is less.
+            length, or takes a sensible part of the free memory if that is less. Layers with a window take only what
+            ``max_requests`` windows need.
         page_size: tokens a page; also the unit in which prefixes are found.
         max_batch_tokens: tokens that a step computes at most; longer prompts are cut into chunks.
         max_requests: requests that run at the same time.
         share_prefixes: fork what another request has computed already.
+        split_size: keys of a fixed chunk of attention, so that a request's attention has the same bits whatever shares
+            the step; see :meth:`sennit.BatchAttention.plan`. None lets the planner choose.
         backend: of the cache's attention, ``"auto"`` or a name.
 
     Raises:
         UnsupportedModel: the model's architecture has not been tested.
-        UnsupportedFeature: the model has sliding windows, is spread over devices, or its generation configuration asks
-            for something that changes greedy tokens, such as a repetition penalty.
+        UnsupportedFeature: see :func:`sennit.hf.check_supported`; the model is spread over devices, or its generation
+            configuration asks for something that changes tokens, such as a repetition penalty.
         InvalidInput: a number is out of range.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,10 +94,12 @@ class Batcher:
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         max_requests: int = MAX_REQUESTS,
         share_prefixes: bool = True,
+        split_size: int | None = None,
         backend: str = "auto",
     ) -> None:
-        positive("max_requests", max_requests)
-        positive("max_batch_tokens", max_batch_tokens)
+        max_requests = positive("max_requests", max_requests)
+        max_batch_tokens = positive("max_batch_tokens", max_batch_tokens)
+        self._split_size = None if split_size is None else positive("split_size", split_size)
         if max_batch_tokens < max_requests:
             raise InvalidInput(
                 "max_batch_tokens",
@@ -94,17 +108,32 @@ class Batcher:
             )
         specs, device = layer_specs(model), model_device(model)
         self._generation_config = getattr(model, "generation_config", None)
-        check_greedy(self._generation_config)
+        check_generation_config(self._generation_config)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size(model)
+        self._context = context_length(model.config)
         self._forward = PackedForward(model)
         if memory is None and num_tokens is None:
-            wanted = max_requests * model.config.max_position_embeddings
-            num_tokens = default_tokens(wanted, specs, device, page_size=positive("page_size", page_size))
+            wanted = max_requests * self._context
+            num_tokens = default_tokens(
+                wanted,
+                specs,
+                device,
+                page_size=positive("page_size", page_size),
+                max_requests=max_requests,
+                max_batch_tokens=max_batch_tokens,
+            )
         self.cache = KVCache(
-            specs, page_size=page_size, device=device, memory=memory, num_tokens=num_tokens, backend=backend
+            specs,
+            page_size=page_size,
+            device=device,
+            memory=memory,
+            num_tokens=num_tokens,
+            max_sequences=max_requests,
+            max_step_tokens=max_batch_tokens,
+            backend=backend,
         )
-        self._capacity = self.cache.num_pages * page_size
+        self._capacity = longest_alone(self.cache) or self._context
         self._sequences = SharedSequences(self.cache, share=share_prefixes, max_retained=max_requests)
         self._queue = RequestQueue(
             self._sequences,
@@ -122,34 +151,56 @@ class Batcher:
         prompt: Prompt,
         *,
         max_new_tokens: int = MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
         raw: bool = False,
         logprobs: bool = False,
-        eos_token_id: int | Sequence[int] | None = None,
     ) -> int:
         """Queue a prompt and return the request's id; ids count from 0.
 
         Args:
             prompt: a string, messages or token ids; see :func:`sennit.hf.prompts.encode`.
-            max_new_tokens: tokens to generate at most, at least 1.
-            raw: do not apply the chat template to a string.
-            logprobs: also report the natural logarithm of each generated token's probability.
+            max_new_tokens: tokens to generate at most, at least 1; fewer where the model's context length ends.
+            temperature: 0 decodes greedily; with more, tokens are drawn at random.
+            top_k, top_p, min_p: what they are drawn from; see :class:`sennit.hf.Sampling`. None keeps all tokens.
+            seed: of the random numbers. Without one a fresh seed is drawn, which the completion reports.
+            stop: string or strings that end the request; its text is cut before the first.
             eos_token_id: token or tokens that end the request; those of the model's generation configuration when
                 left out, none with an empty list.
+            raw: do not apply the chat template to a string.
+            logprobs: also report the natural logarithm of each generated token's probability by the model alone:
+                at temperature 1 and without filters.
 
         Raises:
-            InvalidInput: the prompt is empty or of another form, or an argument is out of range.
+            InvalidInput: the prompt is empty, of another form or fills the model's context length, an argument is out
+                of range or has no effect beside the others, or there are stop strings and no tokenizer.
             CapacityExceeded: the prompt and one new token are more than the cache can hold.
         """
         self._check_open()
-        positive("max_new_tokens", max_new_tokens)
-        stop = stop_tokens(eos_token_id, self._generation_config)
+        max_new_tokens = positive("max_new_tokens", max_new_tokens)
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+        text = TextStream(self._tokenizer, stop_strings(stop, self._tokenizer))
+        ends = stop_tokens(eos_token_id, self._generation_config)
         tokens = encode(prompt, self._tokenizer, raw=raw, vocab_size=self._vocab_size)
+        if len(tokens) >= self._context:
+            raise InvalidInput(
+                "prompt",
+                expected=f"fewer tokens than the model's context length, {self._context}",
+                got=f"{len(tokens)} tokens",
+                hint="shorten it; the model's positions do not go further",
+            )
         if len(tokens) + 1 > self._capacity:
             raise CapacityExceeded(
                 f"prompt: its {len(tokens)} tokens and one new one do not fit the cache of {self._capacity} tokens; "
                 "give the batcher more memory or shorten the prompt"
             )
-        request = Request(self._next_id, tokens, max_new_tokens, stop, logprobs, TextStream(self._tokenizer))
+        new = min(max_new_tokens, self._context - len(tokens))
+        request = Request(self._next_id, tokens, new, sampling.seeded(), ends, logprobs, text)
         self._next_id += 1
         self._queue.waiting.append(request)
         return request.id
@@ -164,7 +215,7 @@ class Batcher:
             InvalidInput: no such request was submitted.
         """
         self._check_open()
-        if not isinstance(request, int) or isinstance(request, bool) or not 0 <= request < self._next_id:
+        if not is_integer(request) or not 0 <= request < self._next_id:
             raise InvalidInput(
                 "request", expected=f"an id that submit returned ({self._next_id} so far, from 0)", got=repr(request)
             )
@@ -238,10 +289,11 @@ class Batcher:
             ids += request.tokens[request.cached : request.cached + count]
             if count == request.pending:
                 rows.append(len(ids) - 1)
+        choices = [request.choice for request in complete]
         logprobs = any(request.wants_logprobs for request in complete)
         items = [(request.running, count) for request, count in chunks]
-        with torch.inference_mode(), self.cache.step(items) as step:
-            tokens, chances = self._forward(step, ids, rows, logprobs=logprobs)
+        with torch.inference_mode(), self.cache.step(items, split_size=self._split_size) as step:
+            tokens, chances = self._forward(step, ids, rows, choices, logprobs=logprobs)
         self._steps += 1
         self._tokens_computed += len(ids)
         self._tokens_generated += len(complete)
@@ -250,14 +302,18 @@ class Batcher:
         for i, request in enumerate(complete):
             chance = chances[i] if chances is not None and request.wants_logprobs else None
             self._untold.append(request.take(tokens[i], chance))
-            if self._untold[-1].reason is not None:
-                self._queue.end(request)
 
     def _tell(self) -> None:
-        """Turn new tokens into events. A tokenizer that raises loses nothing: what is left stays for the next call."""
+        """Turn new tokens into events, and end the requests whose last token or stop string has come.
+
+        A tokenizer that raises loses nothing: what is left stays for the next call, and is told before the next step.
+        """
         while self._untold:
-            event = self._untold[0].event()
+            new = self._untold[0]
+            event = new.event()
             self._untold.popleft()
+            if event.completion is not None:
+                self._queue.end(new.request)
             self._queue.ended.append(event)
 
     def _check_open(self) -> None:

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from sennit.errors import SennitError
 from sennit.hf.attention import NAME
+from sennit.hf.drawing import NO_TOKEN, Choice, choose
+from sennit.hf.latent import latent_keywords
+from sennit.hf.models import check_supported
 
 __all__ = ["PackedForward"]
 
-NOT_A_NUMBER = -1  # in place of a token
+# Who may run a model with its attention setting changed; one lock for each model.
+_TURNS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+_TURNS_LOCK = threading.Lock()
 
 
 class PackedForward:
     """A model, run on packed steps with its attention set to Sennit for the duration of each.
 
     The setting is an attribute of the model's few configuration objects, so switching it for every step costs nothing
-    and leaves the model as it was for everybody else between steps.
+    and leaves the model as it was for everybody else between steps. Steps of one model in several threads take turns.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        with _TURNS_LOCK:
+            self._turn = _TURNS.setdefault(model, threading.RLock())
+        self._latent = check_supported(model.config).latent
         configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_dict")]
         self._configs = list({id(config): config for config in configs}.values())
         # transformers takes a 4-D mask for a finished one and hands it on. Left to itself it would look for several
@@ -32,19 +42,20 @@ class PackedForward:
         self._no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=model.device)
 
     def __call__(
-        self, step: Any, ids: Sequence[int], rows: Sequence[int], *, logprobs: bool
+        self, step: Any, ids: Sequence[int], rows: Sequence[int], choices: Sequence[Choice], *, logprobs: bool
     ) -> tuple[list[int], list[float] | None]:
-        """Compute a step and return the most probable next token after each of ``rows``.
+        """Compute a step and return the next token after each of ``rows``.
 
         Args:
             step: an open :class:`sennit.KVCache` step over these tokens.
             ids: the new tokens of all sequences, packed in the step's order.
             rows: indices into ``ids`` whose next token is wanted; may be empty.
-            logprobs: also return the natural logarithm of each next token's probability.
+            choices: how each of these tokens is chosen.
+            logprobs: also return the natural logarithm of each next token's probability, by the model alone.
         """
         host = torch.tensor([*ids, *rows], dtype=torch.int64)
         device = host.to(self._model.device)
-        with _attention_set_to(NAME, self._configs):
+        with self._turn, _attention_set_to(NAME, self._configs):
             logits = self._model(
                 input_ids=device[None, : len(ids)],
                 attention_mask=self._no_mask,
@@ -53,9 +64,9 @@ class PackedForward:
                 logits_to_keep=device[len(ids) :],
                 return_dict=True,
                 sennit_step=step,
+                **(latent_keywords(self._model) if self._latent else {}),
             ).logits[0]
-            best, tokens = logits.max(dim=-1)
-            tokens = tokens.masked_fill(best.isnan(), NOT_A_NUMBER)
+            tokens = choose(logits, choices)
             if not logprobs:
                 return _checked(tokens.tolist()), None
             wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -64,10 +75,10 @@ class PackedForward:
 
 
 def _checked(tokens: list[int]) -> list[int]:
-    if NOT_A_NUMBER in tokens:
+    if NO_TOKEN in tokens:
         raise SennitError(
-            "model: expected logits, got NaN; its weights hold NaN, or numbers overflow in its dtype (try bfloat16 or "
-            "float32)"
+            "model: expected logits, got NaN or infinity; its weights hold NaN, or numbers overflow in its dtype (try "
+            "bfloat16 or float32)"
         )
     return tokens
 

@@ -3,55 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from sennit.hf.batcher import MAX_NEW_TOKENS, MAX_REQUESTS, PAGE_SIZE, Batcher
+from sennit.hf.batcher import MAX_BATCH_TOKENS, MAX_NEW_TOKENS, MAX_REQUESTS, PAGE_SIZE, Batcher
 from sennit.hf.models import layer_specs, model_device, vocab_size
+from sennit.hf.options import BatcherOptions, Options, OptionsByPrompt, RequestOptions
 from sennit.hf.prompts import Prompt, check_prompts, encode
 from sennit.hf.requests import Completion, Event
 from sennit.hf.sizing import default_tokens, positive, tokens_for
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Unpack
 
-__all__ = ["BatcherOptions", "generate", "stream"]
+    from sennit.spec import AttentionSpec
 
-
-class BatcherOptions(TypedDict, total=False):
-    """Keywords of :class:`sennit.hf.Batcher` that ``generate`` and ``stream`` pass on."""
-
-    memory: str | int | float | None
-    num_tokens: int | None
-    page_size: int
-    max_batch_tokens: int
-    max_requests: int
-    share_prefixes: bool
-    backend: str
+__all__ = ["generate", "stream"]
 
 
 def generate(
-    model: Any,
-    tokenizer: Any | None,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    raw: bool = False,
-    logprobs: bool = False,
-    eos_token_id: int | Sequence[int] | None = None,
-    **options: Unpack[BatcherOptions],
+    model: Any, tokenizer: Any | None, prompts: Sequence[Prompt], **options: Unpack[Options]
 ) -> list[Completion]:
-    """Generate greedily for many prompts at once; the same tokens as transformers' own ``generate`` one by one.
+    """Generate for many prompts at once; greedily, unless a temperature is given.
+
+    Greedy tokens are those of transformers' own ``generate``, one prompt at a time.
 
     Args:
-        model: a transformers ``LlamaForCausalLM`` or ``Qwen3ForCausalLM``.
+        model: a transformers causal language model of a supported architecture.
         tokenizer: its tokenizer; None when prompts are token ids.
         prompts: strings, messages or token ids, in a list; see :func:`sennit.hf.prompts.encode`.
-        max_new_tokens: tokens to generate at most for each prompt.
-        raw: do not apply the chat template to strings.
-        logprobs: also return the natural logarithm of each generated token's probability.
-        eos_token_id: token or tokens that end a completion; the model's own when left out, none with an empty list.
-        **options: of :class:`sennit.hf.Batcher`. Without ``memory`` and ``num_tokens`` the cache holds all prompts
-            that run together at their full length, if a sensible part of the free memory allows.
+        **options: two kinds of keywords.
+
+            Those of :meth:`sennit.hf.Batcher.submit` (``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``,
+            ``min_p``, ``seed``, ``stop``, ``eos_token_id``, ``raw``, ``logprobs``) take one value for all prompts, or a
+            list of one a prompt. A list of strings is one value of ``stop``, a list of integers one of
+            ``eos_token_id``: one a prompt is there a list of lists. One seed for all gives equal prompts equal tokens.
+
+            Those of :class:`sennit.hf.Batcher`. Without ``memory`` and ``num_tokens`` the cache holds all prompts that
+            run together at their full length, if a sensible part of the free memory allows.
 
     Returns:
         One completion a prompt, in the prompts' order.
@@ -64,53 +53,51 @@ def generate(
     >>> tiny = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 1}
     >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     >>> model = Qwen3ForCausalLM(Qwen3Config(vocab_size=32, max_position_embeddings=64, **tiny, **heads))
-    >>> first, second = generate(model, None, [[1, 2, 3], [4]], max_new_tokens=5)
+    >>> first, second = generate(model, None, [[1, 2, 3], [4]], max_new_tokens=[5, 4], temperature=[0.0, 0.8])
     >>> len(first.token_ids), second.finish_reason
     (5, 'length')
+    >>> again = generate(model, None, [[4]], max_new_tokens=4, temperature=0.8, seed=second.seed)
+    >>> again[0].token_ids == second.token_ids
+    True
     """
     found: dict[int, Completion] = {}
-    events = stream(
-        model,
-        tokenizer,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        raw=raw,
-        logprobs=logprobs,
-        eos_token_id=eos_token_id,
-        **options,
-    )
-    for event in events:
+    for event in stream(model, tokenizer, prompts, **options):
         if event.completion is not None:
             found[event.request] = event.completion
     return [found[index] for index in range(len(found))]
 
 
 def stream(
-    model: Any,
-    tokenizer: Any | None,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    raw: bool = False,
-    logprobs: bool = False,
-    eos_token_id: int | Sequence[int] | None = None,
-    **options: Unpack[BatcherOptions],
+    model: Any, tokenizer: Any | None, prompts: Sequence[Prompt], **options: Unpack[Options]
 ) -> Generator[Event, None, None]:
     """Generate like :func:`generate`, and yield each token as it comes.
 
-    Prompts are checked by the call itself, before the first token is asked for. Closing the generator ends everything
-    and frees the cache.
+    Prompts and options are checked by the call itself, before the first token is asked for. Closing the generator ends
+    everything and frees the cache.
 
     Yields:
         Events in the order in which they happen; ``event.request`` is the index of the prompt.
     """
-    encoded = _encoded(model, tokenizer, prompts, raw=raw)
-    positive("max_new_tokens", max_new_tokens)
-    if options.get("memory") is None and options.get("num_tokens") is None:
-        options["num_tokens"] = _cache_tokens(model, [len(ids) + max_new_tokens for ids in encoded], options)
-    batcher = Batcher(model, tokenizer, **options)
-    for ids in encoded:
-        batcher.submit(ids, max_new_tokens=max_new_tokens, logprobs=logprobs, eos_token_id=eos_token_id)
+    specs, size = layer_specs(model), vocab_size(model)  # refuses a model by name before anything is asked of it
+    listed = check_prompts(prompts)
+    asked = OptionsByPrompt(
+        {k: v for k, v in options.items() if k in RequestOptions.__annotations__}, count=len(listed)
+    )
+    own: Any = {k: v for k, v in options.items() if k not in RequestOptions.__annotations__}
+    requests, lengths = [], []
+    for i, prompt in enumerate(listed):
+        with asked.named(i):
+            request = asked[i]
+            raw = request.pop("raw", False)
+            ids = encode(prompt, tokenizer, raw=raw, vocab_size=size, argument=f"prompts[{i}]")
+            lengths.append(len(ids) + positive("max_new_tokens", request.get("max_new_tokens", MAX_NEW_TOKENS)))
+            requests.append((ids, request))
+    if own.get("memory") is None and own.get("num_tokens") is None:
+        own["num_tokens"] = _cache_tokens(specs, model_device(model), lengths, own)
+    batcher = Batcher(model, tokenizer, **own)
+    for i, (ids, request) in enumerate(requests):
+        with asked.named(i):
+            batcher.submit(ids, **request)
     return _events(batcher)
 
 
@@ -120,17 +107,18 @@ def _events(batcher: Batcher) -> Generator[Event, None, None]:
             yield from batcher.step()
 
 
-def _encoded(model: Any, tokenizer: Any | None, prompts: Sequence[Prompt], *, raw: bool) -> list[list[int]]:
-    layer_specs(model)  # refuses a model by name before anything is asked of it
-    size = vocab_size(model)
-    return [
-        encode(prompt, tokenizer, raw=raw, vocab_size=size, argument=f"prompts[{i}]")
-        for i, prompt in enumerate(check_prompts(prompts))
-    ]
-
-
-def _cache_tokens(model: Any, lengths: Sequence[int], options: BatcherOptions) -> int:
+def _cache_tokens(
+    specs: Sequence[AttentionSpec], device: torch.device, lengths: Sequence[int], options: BatcherOptions
+) -> int:
     page_size = positive("page_size", options.get("page_size", PAGE_SIZE))
     max_requests = positive("max_requests", options.get("max_requests", MAX_REQUESTS))
+    max_batch_tokens = positive("max_batch_tokens", options.get("max_batch_tokens", MAX_BATCH_TOKENS))
     wanted = tokens_for(lengths, page_size=page_size, max_requests=max_requests)
-    return default_tokens(wanted, layer_specs(model), model_device(model), page_size=page_size)
+    return default_tokens(
+        wanted,
+        specs,
+        device,
+        page_size=page_size,
+        max_requests=max_requests,
+        max_batch_tokens=max_batch_tokens,
+    )

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import (
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
 
 from sennit.plan.batch import Batch
 
@@ -18,16 +22,18 @@ __all__ = ["KeyRanges", "key_ranges"]
 class KeyRanges:
     """One forward pass's mask: row ``b`` of a padded batch sees its keys ``starts[b] : ends[b]``, causally.
 
-    This is what every attention layer of that forward receives in place of a mask tensor, so it also keeps the plans
-    that the layers share: they live and die with the forward they were made for.
+    This is what attention layers of that forward receive in place of a mask tensor (one for those without a window and
+    one for those with it), so it also keeps the plans that they share: they live and die with the forward they were
+    made for.
 
     Attributes:
         batch_size: rows of the padded batch.
         q_length: query tokens of each row, padding included.
         kv_length: key columns that attention receives; a static cache has more than are visible.
-        q_offset: key column of the first query token.
+        q_offset: key column of the first query token; keys that the cache has dropped have no column.
         starts: first key of each row that is not padding.
         ends: one past the last such key.
+        window: keys that a query sees at most, the one in its own column and those before it; None: no window.
         problem: why Sennit cannot express this mask, or empty. Raised by the attention function and not here: a packed
             step brings its own batch and needs no mask.
     """
@@ -38,6 +44,7 @@ class KeyRanges:
     q_offset: int = 0
     starts: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    window: int | None = None
     problem: str = ""
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -59,18 +66,24 @@ class KeyRanges:
             query token        q_offset ... split ... q_offset + q_length
                                causal          | sees all of starts[b] : ends[b]
 
-        A row padded on the right gives two requests: the tokens up to its last key, and the padding after it, which
-        is no key itself but sees every key, as it does in transformers.
+        A row padded on the right gives further requests: the tokens up to its last key are one, and the padding after
+        it, which is no key itself but sees every key, or those that the window leaves it, as it does in transformers.
         """
         q_lens, kv_lens, q_starts, kv_starts, causal = [], [], [], [], []
         for row, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             split = min(max(end - self.q_offset, 0), self.q_length)
-            for first, last, is_causal in ((0, split, True), (split, self.q_length, False)):
+            parts = [(0, split, start, True)]
+            if self.window is None:
+                parts.append((split, self.q_length, start, False))
+            else:  # a request's last query is at its last key, so here every query is a request with keys of its own
+                behind = self.q_offset - self.window + 1
+                parts += [(i, i + 1, min(max(start, behind + i), end), False) for i in range(split, self.q_length)]
+            for first, last, first_key, is_causal in parts:
                 if first < last:
                     q_lens.append(last - first)
-                    kv_lens.append(end - start)
+                    kv_lens.append(end - first_key)
                     q_starts.append(row * self.q_length + first)
-                    kv_starts.append(row * self.visible + start)
+                    kv_starts.append(row * self.visible + first_key)
                     causal.append(is_causal)
         batch = Batch.ragged(
             qo_indptr=_offsets(q_lens), kv_indptr=_offsets(kv_lens), qo_starts=q_starts, kv_starts=kv_starts
@@ -93,36 +106,57 @@ def key_ranges(
     Args:
         batch_size, q_length, kv_length: the padded batch, as attention will receive it.
         q_offset: absolute position of the first query token; kv_offset: of the first key.
-        mask_function: transformers' rule of who sees whom; only plain causal attention can be expressed.
+        mask_function: transformers' rule of who sees whom; causal attention, with a window or without, can be
+            expressed and nothing else.
         attention_mask: bool ``[batch_size, n]``, True where a token is not padding; None: no padding.
     """
     if isinstance(attention_mask, KeyRanges):
         return attention_mask
     sizes = (batch_size, q_length, kv_length)
-    if mask_function is not causal_mask_function:
+    known, window = _window(mask_function)
+    if not known:
         name = getattr(mask_function, "__qualname__", repr(mask_function)).split(".")[0]
         return KeyRanges(
             *sizes,
-            problem=f"only plain causal masks are supported, and transformers asks for `{name}` (a sliding window, "
-            "bidirectional attention, several sequences packed in one row, or a custom mask)",
+            problem="only causal masks are supported, with a sliding window or without, and transformers asks for "
+            f"`{name}` (bidirectional attention, several sequences packed in one row, or a custom mask)",
         )
-    if kv_offset:
-        return KeyRanges(*sizes, problem=f"the cache has dropped the first {kv_offset} keys (a sliding window)")
-    first = int(q_offset)
+    first = int(q_offset) - kv_offset
     visible = min(first + q_length, kv_length)
     if attention_mask is None:
-        return KeyRanges(*sizes, first, (0,) * batch_size, (visible,) * batch_size)
+        return KeyRanges(*sizes, first, (0,) * batch_size, (visible,) * batch_size, window)
     if attention_mask.shape[:1] != (batch_size,) or attention_mask.ndim != 2:
         shape = tuple(attention_mask.shape)
         return KeyRanges(*sizes, problem=f"expected a padding mask [{batch_size}, length], got shape {shape}")
-    starts, ends, hole = _runs(attention_mask[:, :visible])
+    starts, ends, hole = _runs(attention_mask[:, kv_offset : kv_offset + visible])
     if hole is not None:
         return KeyRanges(
             *sizes,
             problem=f"row {hole} of attention_mask has padding between tokens; padding may be on the left, on the "
             "right of a prompt, or both",
         )
-    return KeyRanges(*sizes, first, starts, ends)
+    return KeyRanges(*sizes, first, starts, ends, window)
+
+
+def _window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
+    """Whether a mask function is causal attention and nothing else, and the window that it leaves, if any.
+
+    transformers builds a window as ``and_masks(sliding_window_overlay(W), causal_mask_function)``. What was put into
+    these closures is read back; a function that was put together in another way is unknown.
+    """
+    if mask_function is causal_mask_function:
+        return True, None
+    overlay, *others = _closed_over(mask_function, sliding_window_causal_mask_function(1), "mask_functions") or [None]
+    window: int | None = _closed_over(overlay, sliding_window_overlay(1), "sliding_window")
+    return window is not None and others == [causal_mask_function], window
+
+
+def _closed_over(function: Any, made_alike: Any, name: str) -> Any:
+    """What a closure holds under a name; None unless it comes from the same definition as ``made_alike``."""
+    code = getattr(function, "__code__", None)
+    if code is not made_alike.__code__ or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)].cell_contents
 
 
 def _runs(mask: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int | None]:

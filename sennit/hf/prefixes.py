@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 __all__ = ["PrefixIndex"]
 
@@ -51,11 +51,11 @@ class PrefixIndex:
         self._tokens.pop(sequence, None)
         self._lengths.pop(sequence, None)
 
-    def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
+    def find(self, tokens: Sequence[int], *, shortest: Callable[[int], int] = lambda _: 0) -> tuple[int | None, int]:
         """Return the sequence with the longest prefix in common with ``tokens``, and that prefix's length.
 
-        A prefix counts from one whole block on; ``(None, 0)`` when nobody shares that much. Among equals the sequence
-        that was entered first is returned.
+        A prefix counts from one whole block on, and from ``shortest(sequence)`` tokens on; ``(None, 0)`` when nobody
+        shares that much. Among equals the sequence that was entered first is returned.
         """
         candidates: list[dict[int, None]] = []
         for value in self._hashes(tokens, start=0, stop=len(tokens) // self.block_size, seed=[]):
@@ -63,11 +63,17 @@ class PrefixIndex:
                 break
             candidates.append(self._holders[value])
         # The deepest block decides, unless two different prefixes have the same hash.
+        lengths: dict[int, int] = {}
         for holders in reversed(candidates):
-            lengths = {sequence: self._common(sequence, tokens) for sequence in holders}
-            best = max(lengths, key=lengths.__getitem__)
-            if lengths[best] >= self.block_size:
-                return best, lengths[best]
+            new = {sequence: self._common(sequence, tokens) for sequence in holders if sequence not in lengths}
+            lengths |= new
+            best = max(
+                (sequence for sequence, length in new.items() if length >= max(self.block_size, shortest(sequence))),
+                key=new.__getitem__,
+                default=None,
+            )
+            if best is not None:
+                return best, new[best]
         return None, 0
 
     def _common(self, sequence: int, tokens: Sequence[int]) -> int:

@@ -20,7 +20,7 @@ class RequestQueue:
 
     def __init__(self, sequences: SharedSequences, *, capacity: int, max_batch_tokens: int, max_requests: int) -> None:
         self._sequences = sequences
-        self._capacity = capacity  # tokens that the whole cache holds
+        self._capacity = capacity  # tokens of the longest sequence that fits alone
         self._max_batch_tokens, self._max_requests = max_batch_tokens, max_requests
         self.running: list[Request] = []  # in the order in which they started
         self.waiting: deque[Request] = deque()
@@ -68,7 +68,7 @@ class RequestQueue:
         while self.running:
             wanted = share_budget(self._pending(), max_tokens=self._max_batch_tokens)
             room.make_room(wanted)
-            chunks = cut_to_pages(wanted, free_pages=room.free_pages, pages_needed=room.pages_needed)
+            chunks = cut_to_pages(wanted, missing_pages=room.missing_pages)
             if chunks is not None:
                 return chunks
             if len(self.running) > 1:
@@ -96,7 +96,8 @@ class RequestQueue:
                 sequence, shared = started
                 new = (sequence, len(request.tokens) - shared)
                 # All known tokens of everybody must fit, so that a prompt which has been started is also finished.
-                if not self._sequences.make_room([*self._pending(), new], spare=growing_room(len(self.running))):
+                known, spare = [*self._pending(), new], growing_room(len(self.running))
+                if not self._sequences.make_room(known, spare=spare, max_step_tokens=self._max_batch_tokens):
                     self._sequences.drop(sequence)
                     break
                 self._start(self.waiting.popleft(), sequence, shared)

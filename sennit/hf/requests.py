@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from sennit.hf.drawing import Choice
+from sennit.hf.sampling import Sampling
 from sennit.hf.text import TextStream
 
 __all__ = ["Completion", "Event", "FinishReason", "Request"]
@@ -17,19 +19,25 @@ class Completion:
     """What was generated for one prompt.
 
     Attributes:
-        text: the generated text, special tokens left out; empty without a tokenizer.
-        token_ids: the generated tokens, a stop token included.
-        finish_reason: ``"stop"`` (a stop token came), ``"length"`` (``max_new_tokens``), ``"cancelled"``, or
-            ``"capacity"``: the request alone filled the whole cache; what it had until then is here.
-        logprobs: natural logarithm of each generated token's probability, where they were asked for.
+        text: the generated text, cut before a stop string, special tokens left out; empty without a tokenizer.
+        token_ids: the generated tokens, a stop token or all tokens of a stop string included.
+        finish_reason: ``"stop"`` (a stop token or a stop string came), ``"length"`` (``max_new_tokens``, or the model's
+            context length), ``"cancelled"``, or ``"capacity"``: the request alone filled the whole cache. What it had
+            is here.
+        stopped_by: the stop token or stop string, where the reason is ``"stop"``; None otherwise.
+        logprobs: natural logarithm of each generated token's probability by the model alone (the softmax of its logits,
+            whatever the temperature and the filters), where they were asked for.
         num_prompt_tokens: tokens of the prompt.
+        seed: with which the request's random choices can be repeated, given or drawn; None where it was greedy.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    stopped_by: int | str | None
     logprobs: list[float] | None
     num_prompt_tokens: int
+    seed: int | None
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,9 @@ class Event:
     Attributes:
         request: the id that ``submit`` returned; in ``stream`` the index of the prompt.
         token_id: the new token; None when the request ended without one (cancelled, capacity).
-        text: new text, often empty while a character is incomplete. The texts of a request's events joined are its
-            completion's text.
-        logprob: natural logarithm of the token's probability, where it was asked for.
+        text: new text, often empty while a character is incomplete or a stop string may have begun. The texts of a
+            request's events joined are its completion's text.
+        logprob: natural logarithm of the token's probability, where it was asked for; see :class:`Completion`.
         completion: everything that was generated, on the request's last event; None on the others.
     """
 
@@ -71,7 +79,8 @@ class Request:
     id: int
     tokens: list[int]
     max_new_tokens: int
-    stop: frozenset[int]
+    sampling: Sampling
+    stop_tokens: frozenset[int]
     wants_logprobs: bool
     stream: TextStream
     num_prompt_tokens: int = field(init=False)
@@ -95,6 +104,11 @@ class Request:
         return self.tokens[self.num_prompt_tokens :]
 
     @property
+    def choice(self) -> Choice:
+        """How its next token is chosen: the same whatever shares the step, and when it is computed again."""
+        return self.sampling, len(self.tokens) - self.num_prompt_tokens
+
+    @property
     def pending(self) -> int:
         """Tokens that are known and not in the cache yet."""
         return len(self.tokens) - self.cached
@@ -105,7 +119,7 @@ class Request:
         if logprob is not None:
             self.logprobs.append(logprob)
         reason: FinishReason | None = None
-        if token in self.stop:
+        if token in self.stop_tokens:
             reason = "stop"
         elif len(self.tokens) - self.num_prompt_tokens == self.max_new_tokens:
             reason = "length"
@@ -117,8 +131,9 @@ class Request:
 
     def completion(self, reason: FinishReason) -> Completion:
         """What the caller gets in the end."""
-        logprobs = list(self.logprobs) if self.wants_logprobs else None
-        return Completion(self.stream.text, self.generated, reason, logprobs, self.num_prompt_tokens)
+        tokens, logprobs = self.generated, list(self.logprobs) if self.wants_logprobs else None
+        by = (self.stream.matched or tokens[-1]) if reason == "stop" else None
+        return Completion(self.stream.text, tokens, reason, by, logprobs, self.num_prompt_tokens, self.sampling.seed)
 
 
 @dataclass(eq=False)
@@ -139,7 +154,8 @@ class NewToken:
         stream = self.request.stream
         if self.text is None:
             self.text = stream.push(self.token)
-        if self.reason is None:
+        if self.reason is None and stream.matched is None:
             return Event(self.request.id, self.token, self.text, self.logprob)
         text = self.text + stream.finish()
-        return Event(self.request.id, self.token, text, self.logprob, self.request.completion(self.reason))
+        reason: FinishReason = "stop" if self.reason is None or stream.matched is not None else self.reason
+        return Event(self.request.id, self.token, text, self.logprob, self.request.completion(reason))

@@ -6,14 +6,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-__all__ = ["Chunk", "PagesNeeded", "cut_to_pages", "growing_room", "share_budget"]
+__all__ = ["Chunk", "MissingPages", "cut_to_pages", "growing_room", "share_budget"]
 
 # (sequence, tokens): for a running sequence the tokens that are known but not in the cache yet, in a step those that
 # it computes.
 Chunk: TypeAlias = "tuple[int, int]"
 
-# Free pages that a step over some chunks would take.
-PagesNeeded: TypeAlias = "Callable[[Sequence[Chunk]], int]"
+# Pages that must become free before a step over some chunks fits.
+MissingPages: TypeAlias = "Callable[[Sequence[Chunk]], int]"
 
 
 def share_budget(pending: Sequence[Chunk], *, max_tokens: int) -> list[Chunk]:
@@ -39,27 +39,27 @@ def share_budget(pending: Sequence[Chunk], *, max_tokens: int) -> list[Chunk]:
     return chunks
 
 
-def cut_to_pages(chunks: Sequence[Chunk], *, free_pages: int, pages_needed: PagesNeeded) -> list[Chunk] | None:
+def cut_to_pages(chunks: Sequence[Chunk], *, missing_pages: MissingPages) -> list[Chunk] | None:
     """Return the chunks, the longer ones cut to what the free pages hold, or None when the pages stop the step.
 
     None means that a chunk of one token (a decode) has no page, or that nothing at all fits: the caller frees pages
     and asks again.
 
-    >>> pages = lambda chunks: sum(-(-n // 4) for _, n in chunks)
-    >>> cut_to_pages([(0, 1), (1, 14), (2, 1)], free_pages=4, pages_needed=pages)
+    >>> missing = lambda chunks: max(0, sum(-(-n // 4) for _, n in chunks) - 4)
+    >>> cut_to_pages([(0, 1), (1, 14), (2, 1)], missing_pages=missing)
     [(0, 1), (1, 8), (2, 1)]
-    >>> cut_to_pages([(0, 1), (1, 14), (2, 1)], free_pages=1, pages_needed=pages) is None
+    >>> cut_to_pages([(0, 1), (1, 14), (2, 1)], missing_pages=lambda chunks: len(chunks) - 1) is None
     True
     """
-    if pages_needed(chunks) <= free_pages:
+    if not missing_pages(chunks):
         return list(chunks)
     counts = {sequence: 1 for sequence, tokens in chunks if tokens == 1}
-    if pages_needed(list(counts.items())) > free_pages:
+    if missing_pages(list(counts.items())):
         return None
     for sequence, tokens in chunks:
         if tokens > 1:
             placed = list(counts.items())
-            count = _tokens_that_fit((sequence, tokens), placed, free_pages, pages_needed)
+            count = _tokens_that_fit((sequence, tokens), placed, missing_pages)
             if count:
                 counts[sequence] = count
     return [(sequence, counts[sequence]) for sequence, _ in chunks if sequence in counts] or None
@@ -74,11 +74,7 @@ def growing_room(num_running: int) -> int:
     return num_running + 1 if num_running else 0
 
 
-def _tokens_that_fit(chunk: Chunk, placed: Sequence[Chunk], free_pages: int, pages_needed: PagesNeeded) -> int:
-    """How many of a chunk's tokens the free pages hold beside the chunks already placed."""
+def _tokens_that_fit(chunk: Chunk, placed: Sequence[Chunk], missing_pages: MissingPages) -> int:
+    """How many of a chunk's tokens fit beside the chunks already placed."""
     sequence, tokens = chunk
-
-    def excess(count: int) -> int:
-        return max(0, pages_needed([*placed, (sequence, count)]) - free_pages)
-
-    return bisect_right(range(1, tokens + 1), 0, key=excess)
+    return bisect_right(range(1, tokens + 1), 0, key=lambda count: missing_pages([*placed, (sequence, count)]))

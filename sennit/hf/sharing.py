@@ -16,29 +16,28 @@ class SharedSequences:
 
     A finished sequence is retained, for prompts yet to come, until its pages are needed or ``max_retained`` newer ones
     are there; the one that was used longest ago goes first.
+
+    Where the cache has windows, a sequence can only be forked near its end: what came long before has been released.
+    So one that was retained serves the prompts that continue it, and no prompt waits for another to be computed.
     """
 
     def __init__(self, cache: KVCache, *, share: bool, max_retained: int) -> None:
         self._cache = cache
         self._share, self._max_retained = share, max_retained
+        self._wait = all(spec.window_left is None for spec in cache.specs)
         self._computed = PrefixIndex(cache.page_size)  # what may be forked now
         self._planned = PrefixIndex(cache.page_size)  # what may be forked once running prompts are computed
         self._retained: dict[int, None] = {}  # in the order of their last use
         self.forks = self.tokens_shared = self.evictions = 0
 
     @property
-    def free_pages(self) -> int:
-        """Pages that nobody holds."""
-        return self._cache.free_pages
-
-    @property
     def num_retained(self) -> int:
         """Finished sequences that are still in the cache."""
         return len(self._retained)
 
-    def pages_needed(self, chunks: Sequence[Chunk]) -> int:
-        """Free pages that a step over these chunks would take, copies of shared pages included."""
-        return self._cache.pages_needed(list(chunks))
+    def missing_pages(self, chunks: Sequence[Chunk]) -> int:
+        """Pages that must become free before a step over these chunks fits."""
+        return self._cache.missing_pages(chunks)
 
     def start(self, tokens: Sequence[int]) -> tuple[int, int] | None:
         """Make a sequence for these tokens; it begins with the longest prefix that is already in the cache.
@@ -50,12 +49,11 @@ class SharedSequences:
         """
         if not self._share:
             return self._cache.add(), 0
-        donor, length = self._computed.find(tokens)
-        length = min(length, len(tokens) - 1)
-        planned = min(self._planned.find(tokens)[1], len(tokens) - 1)
-        if planned >= length + self._cache.page_size:
+        prefix = tokens[:-1]
+        donor, length = self._computed.find(prefix, shortest=self._cache.shortest)
+        if self._wait and self._planned.find(prefix)[1] >= length + self._cache.page_size:
             return None
-        if donor is None or length < self._cache.page_size:
+        if donor is None:
             return self._cache.add(), 0
         if donor in self._retained:
             self._retained[donor] = self._retained.pop(donor)
@@ -91,9 +89,12 @@ class SharedSequences:
         self._planned.remove(sequence)
         self._cache.remove(sequence)
 
-    def make_room(self, chunks: Sequence[Chunk], *, spare: int = 0) -> bool:
-        """Evict retained sequences until a step over these chunks, and ``spare`` pages more, fit; False if never."""
-        while self.pages_needed(chunks) + spare > self.free_pages:
+    def make_room(self, chunks: Sequence[Chunk], *, spare: int = 0, max_step_tokens: int | None = None) -> bool:
+        """Evict retained sequences until these chunks, and ``spare`` pages more, fit; False if never.
+
+        They are one step, or as many as they take of ``max_step_tokens`` each.
+        """
+        while self._cache.missing_pages(chunks, spare=spare, max_step_tokens=max_step_tokens):
             if not self._retained:
                 return False
             self._drop_oldest()

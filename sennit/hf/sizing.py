@@ -2,25 +2,63 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from sennit.cache.capacity import free_bytes
+from sennit.cache.demand import is_integer, pages_for
+from sennit.cache.groups import pages_of_window
 from sennit.errors import InvalidInput
+from sennit.kvcache import KVCache
 from sennit.spec import AttentionSpec
 
-__all__ = ["default_tokens", "positive", "tokens_for"]
+__all__ = ["default_tokens", "longest_alone", "positive", "tokens_for"]
 
 # Of the memory that is free after the model has been loaded. Activations need some too; a host has other programs.
 FRACTION = {"cuda": 0.5, "cpu": 0.25}
 
 
-def default_tokens(wanted: int, specs: Sequence[AttentionSpec], device: torch.device, *, page_size: int) -> int:
-    """Return ``wanted`` tokens, or as many as a sensible part of the free memory holds if that is less."""
-    bytes_per_token = sum(spec.kv_bytes_per_token for spec in specs)
-    affordable = int(free_bytes(device) * FRACTION.get(device.type, 0.25)) // (bytes_per_token * page_size)
-    return max(1, min(-(-wanted // page_size), affordable)) * page_size
+def default_tokens(
+    wanted: int,
+    specs: Sequence[AttentionSpec],
+    device: torch.device,
+    *,
+    page_size: int,
+    max_requests: int,
+    max_batch_tokens: int,
+) -> int:
+    """Return ``wanted`` tokens, or as many as a sensible part of the free memory holds if that is less.
+
+    Layers with a window take what ``max_requests`` sequences and a step of ``max_batch_tokens`` need, however many
+    tokens the others have room for.
+    """
+
+    def size(pages: int) -> int:
+        total = 0
+        for spec, layers in Counter(specs).items():
+            held = pages
+            if spec.window_left is not None:
+                kept = pages_of_window(spec.window_left, spec.num_sink_tokens, page_size)
+                held = min(pages, max_requests * kept + pages_for(max_batch_tokens, page_size))
+            total += layers * spec.kv_bytes_per_token * page_size * held
+        return total
+
+    affordable = int(free_bytes(device) * FRACTION.get(device.type, 0.25))
+    return max(1, bisect_right(range(1, pages_for(wanted, page_size) + 1), affordable, key=size)) * page_size
+
+
+def longest_alone(cache: KVCache) -> int | None:
+    """Return the tokens of the longest sequence that a cache holds beside no other; None: of any length.
+
+    Without a window every token stays; with windows in all layers, room for what they keep is enough.
+    """
+    windows = [spec.window_left for spec in cache.specs]
+    kept = [pages_of_window(window, 0, cache.page_size) for window in windows if window is not None]
+    endless = None not in windows and max(kept) < min(group.num_pages for group in cache.stats().groups)
+    return None if endless else cache.num_tokens
 
 
 def tokens_for(lengths: Sequence[int], *, page_size: int, max_requests: int) -> int:
@@ -36,7 +74,7 @@ def tokens_for(lengths: Sequence[int], *, page_size: int, max_requests: int) -> 
 
 
 def positive(name: str, value: object) -> int:
-    """Return ``value`` if it is an integer of at least 1, or raise :class:`InvalidInput`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    """Return ``value`` if it is an integer of at least 1, NumPy's included, or raise :class:`InvalidInput`."""
+    if not is_integer(value) or value < 1:
         raise InvalidInput(name, expected="an integer of at least 1", got=repr(value))
-    return value
+    return int(value)

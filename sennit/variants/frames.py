@@ -8,7 +8,7 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -69,10 +69,10 @@ def _names(tensor: torch.Tensor, frame: FrameType) -> Iterator[set[str]]:
 
 def _attributes(owner: object, code: CodeType) -> Iterator[tuple[str, Any]]:
     """What an object holds under names that the code mentions; a module of torch keeps some apart."""
-    held = getattr(owner, "__dict__", None)
-    if isinstance(held, dict) and not isinstance(owner, torch.Tensor):
-        apart = [held[name] for name in ("_parameters", "_buffers", "_modules") if isinstance(held.get(name), dict)]
-        for store in (held, *apart):
+    own = getattr(owner, "__dict__", {})
+    apart = [own.get(name) for name in ("_parameters", "_buffers", "_modules")]
+    for store in (own, vars(type(owner)), *apart):
+        if isinstance(store, Mapping):
             yield from ((name, store[name]) for name in code.co_names if name in store)
 
 

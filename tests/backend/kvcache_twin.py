@@ -1,25 +1,29 @@
-"""A cache and a plain dictionary of tensors that go through the same operations, and what to compare of them."""
+"""Small caches, and what tests compare of them beside what their twins do."""
 
 from __future__ import annotations
-
-import itertools
-from dataclasses import dataclass, field
 
 import torch
 
 import sennit
+from sennit.check import twin
+from sennit.check.oracle import Rules, dense_attention
+from sennit.check.twin import SCALE, Fault, StepFault, fill_with_nan, host_state
 from sennit.kvcache import KVCache
 
-SCALE = 0.3
+__all__ = [
+    "SCALE", "Fault", "StepFault", "Twin", "assert_right", "assert_same_contents", "assert_same_state", "attend_all",
+    "contents", "gqa_spec", "host_state", "make_cache", "mla_spec", "whole_state",
+]  # fmt: skip
 
 
-def gqa_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=8, head_dim_vo=8, dtype=torch.float32):
+def gqa_spec(num_qo_heads=4, num_kv_heads=2, head_dim_qk=8, head_dim_vo=8, dtype=torch.float32, **fields):
     return sennit.AttentionSpec(
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
         head_dim_qk=head_dim_qk,
         head_dim_vo=head_dim_vo,
         dtype=dtype,
+        **fields,
     )
 
 
@@ -28,36 +32,16 @@ def mla_spec(dtype=torch.float32):
 
 
 def make_cache(specs=None, *, num_pages=40, page_size=4, **options):
-    """A small cache whose every slot holds NaN, as fresh memory may."""
+    """A small cache whose every slot holds NaN, as fresh memory may; each group has so many pages."""
     options = {"device": "cpu"} | options
-    cache = KVCache(specs or [gqa_spec()] * 2, num_tokens=num_pages * page_size, page_size=page_size, **options)
-    for layer in range(cache.num_layers):
-        pools = cache.pools(layer)
-        for pool in [pools] if isinstance(pools, torch.Tensor) else pools:
-            pool.fill_(torch.nan)
-    return cache
-
-
-def host_state(cache):
-    """Tables, lengths, counts and the free list in order: all that an operation may change on the host."""
-    sequences = cache._sequences
-    tables, pool = sequences.tables, sequences.pool
-    return {
-        "tables": {seq: tables.pages[slot][tables.pages[slot] != -1].tolist() for seq, slot in sequences.slots.items()},
-        "lengths": {seq: int(tables.lengths[slot]) for seq, slot in sequences.slots.items()},
-        "page_counts": {seq: int(tables.page_counts[slot]) for seq, slot in sequences.slots.items()},
-        "refs": pool.refs.tolist(),
-        "free": pool.free.tolist(),
-        "next_id": sequences._next_id,
-        "slots": dict(sequences.slots),
-        "free_slots": tables.free_slots[: len(tables.free_slots)],
-        "stats": cache.stats(),
-    }
+    return fill_with_nan(
+        KVCache(specs or [gqa_spec()] * 2, num_tokens=num_pages * page_size, page_size=page_size, **options)
+    )
 
 
 def contents(cache):
     """What every layer has stored for every sequence."""
-    return {(seq, layer): cache.read(seq, layer) for seq in cache.sequences for layer in range(cache.num_layers)}
+    return {(seq, layer): cache.read(seq, layer) for seq in cache.sequences for layer in cache.layers}
 
 
 def whole_state(cache):
@@ -65,11 +49,13 @@ def whole_state(cache):
 
 
 def assert_same_contents(got, expected):
+    """Bit for bit; rows whose page has been released are NaN in both."""
     assert got.keys() == expected.keys()
     for key, pair in expected.items():
         for ours, theirs in zip(got[key], pair, strict=True):
             assert (ours is None) == (theirs is None)
-            assert ours is None or torch.equal(ours, theirs), f"sequence and layer {key}"
+            assert ours is None or torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0)), f"sequence, layer {key}"
+            assert ours is None or torch.equal(ours.isnan(), theirs.isnan()), f"sequence, layer {key}"
 
 
 def assert_same_state(got, expected):
@@ -77,18 +63,21 @@ def assert_same_state(got, expected):
     assert_same_contents(got[1], expected[1])
 
 
-def dense_attention(spec, q, k, v, *, causal, dtype):
-    """Softmax over all keys of one request, in ``dtype``."""
+def attend_all(cache, step):
+    """Let every layer attend to zeros."""
+    for layer, spec in zip(cache.layers, cache.specs, strict=True):
+        rows, options = step.num_tokens, {"dtype": spec.dtype, "device": cache.device}
+        k = torch.zeros(rows, spec.num_kv_heads, spec.head_dim_qk, **options)
+        v = torch.zeros(rows, spec.num_kv_heads, spec.head_dim_vo, **options)
+        q = torch.zeros(rows, spec.num_qo_heads, spec.head_dim_qk, **options)
+        step.attend(layer, q, *((None, None) if layer in cache.kv_owner else (k, v)), sm_scale=SCALE)
+
+
+def dense(spec, q, k, v, *, causal, dtype):
     if spec.latent:
         k, v = k[:, None], k[:, None, : spec.head_dim_vo]
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    k, v = (t.repeat_interleave(spec.group_size, dim=1) for t in (k, v))
-    logits = torch.einsum("qhd,khd->hqk", q, k) * SCALE
-    if causal:
-        positions = len(k) - len(q) + torch.arange(len(q), device=q.device)
-        hidden = torch.arange(len(k), device=q.device) > positions[:, None]
-        logits = logits.masked_fill(hidden, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", logits.softmax(dim=-1).nan_to_num(0.0), v)
+    rules = Rules(window_left=spec.window_left, num_sink_tokens=spec.num_sink_tokens)
+    return dense_attention(q, k, v, causal=causal, sm_scale=SCALE, rules=rules, dtype=dtype)[0]
 
 
 def assert_right(spec, requests, *, causal=True):
@@ -98,8 +87,8 @@ def assert_right(spec, requests, *, causal=True):
     """
     error = plain_error = largest = torch.zeros((), dtype=torch.float64)
     for out, q, k, v in requests:
-        exact = dense_attention(spec, q, k, v, causal=causal, dtype=torch.float64)
-        plain = dense_attention(spec, q, k, v, causal=causal, dtype=spec.dtype)
+        exact = dense(spec, q, k, v, causal=causal, dtype=torch.float64)
+        plain = dense(spec, q, k, v, causal=causal, dtype=spec.dtype)
         assert out.shape == exact.shape
         if exact.numel():
             error = torch.maximum(error, (out - exact).abs().max().cpu())
@@ -108,109 +97,12 @@ def assert_right(spec, requests, *, causal=True):
     assert error <= 2 * plain_error + torch.finfo(spec.dtype).eps * max(1.0, float(largest))
 
 
-class Fault(Exception):
-    """Raised by tests inside a step."""
+class Twin(twin.Twin):
+    """The twin of the long check, whose comparisons must pass."""
 
-
-@dataclass
-class Twin:
-    """Sequences as a dictionary: id to one ``(k, v)`` a layer."""
-
-    cache: KVCache
-    seed: int = 0
-    stored: dict = field(default_factory=dict)
-
-    def __post_init__(self):
-        self.generator = torch.Generator().manual_seed(self.seed)
-
-    def random(self, *shape):
-        spec = self.cache.specs[0]
-        return torch.randn(*shape, generator=self.generator).to(self.cache.device, spec.dtype)
-
-    def new_keys(self, spec, tokens):
-        if spec.latent:
-            return self.random(tokens, spec.head_dim_qk), None
-        return (
-            self.random(tokens, spec.num_kv_heads, spec.head_dim_qk),
-            self.random(tokens, spec.num_kv_heads, spec.head_dim_vo),
-        )
-
-    def add(self, tokens=0):
-        seq = self.cache.add()
-        self.stored[seq] = [self.new_keys(spec, 0) for spec in self.cache.specs]
-        if tokens:
-            self.step([(seq, tokens)])
-        return seq
-
-    def fork(self, seq, length=None):
-        fork = self.cache.fork(seq, length)
-        self.stored[fork] = _cut(self.stored[seq], length)
-        return fork
-
-    def trim(self, seq, length):
-        self.cache.trim(seq, length=length)
-        self.stored[seq] = _cut(self.stored[seq], length)
-
-    def remove(self, seq):
-        self.cache.remove(seq)
-        del self.stored[seq]
-
-    def step(self, items, *, fault_after=None, leave_after=None, verify=False, **options):
-        """A step with random tensors, committed; or left by :class:`Fault`, or early, once so many layers attended."""
-        new, outs = {}, []
-        with self.cache.step(items, **options) as step:
-            for layer, spec in enumerate(self.cache.specs):
-                if fault_after == layer:
-                    raise Fault
-                if leave_after == layer:
-                    break
-                q = self.random(step.num_tokens, spec.num_qo_heads, spec.head_dim_qk)
-                new[layer] = self.new_keys(spec, step.num_tokens)
-                outs.append((q, step.attend(layer, q, *new[layer], sm_scale=SCALE)))
-            if fault_after == len(self.cache.specs):
-                raise Fault
-        self._append(items, new)
-        if verify:
-            self.verify(items, outs)
-
-    def _append(self, items, new):
-        start = 0
-        for seq, count in items:
-            for layer, pair in new.items():
-                rows = [None if t is None else t[start : start + count] for t in pair]
-                old = self.stored[seq][layer]
-                self.stored[seq][layer] = tuple(
-                    None if row is None else torch.cat([o, row]) for o, row in zip(old, rows, strict=True)
-                )
-            start += count
-
-    def verify(self, items, outs):
-        """Every request's output against a dense computation over the dictionary's tensors."""
-        ends = list(itertools.accumulate(count for _, count in items))
-        rows = [slice(end - count, end) for end, (_, count) in zip(ends, items, strict=True)]
-        requests = {spec: [] for spec in self.cache.specs}
-        for layer, (q, out) in enumerate(outs):
-            requests[self.cache.specs[layer]] += [
-                (out[part], q[part], *self.stored[seq][layer]) for part, (seq, _) in zip(rows, items, strict=True)
-            ]
-        for spec, some in requests.items():
-            assert_right(spec, some)
-
-    def expected(self, seqs=None):
-        seqs = self.stored if seqs is None else seqs
-        return {(seq, layer): self.stored[seq][layer] for seq in seqs for layer in range(self.cache.num_layers)}
-
-    def assert_agrees(self, seqs=None):
-        """Ids, lengths and stored tensors of these sequences (all by default) are those of the dictionary."""
-        assert self.cache.sequences == list(self.stored)
-        seqs = list(self.stored if seqs is None else seqs)
-        for seq in seqs:
-            assert self.cache.length(seq) == len(self.stored[seq][0][0])
-        layers = range(self.cache.num_layers)
-        assert_same_contents(
-            {(seq, layer): self.cache.read(seq, layer) for seq in seqs for layer in layers}, self.expected(seqs)
-        )
-
-
-def _cut(layers, length):
-    return [tuple(None if t is None else t[:length] for t in pair) for pair in layers]
+    def step(self, items, **options):
+        found = super().step(items, **options)
+        for comparison in found:
+            assert comparison.passed, f"{items}: {comparison}"
+        assert not options.get("verify") or len(found) == self.cache.num_layers
+        return found

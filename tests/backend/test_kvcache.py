@@ -7,11 +7,24 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from kvcache_twin import SCALE, Fault, Twin, assert_right, gqa_spec, host_state, make_cache, mla_spec, whole_state
+from kvcache_twin import (
+    SCALE,
+    Fault,
+    StepFault,
+    Twin,
+    assert_right,
+    attend_all,
+    gqa_spec,
+    host_state,
+    make_cache,
+    mla_spec,
+    whole_state,
+)
 
 import sennit
 from sennit.attention import BatchAttention
 from sennit.cache.capacity import byte_budget, parse_bytes
+from sennit.cache.groups import PageGroup
 from sennit.cache.pages import PagePool
 from sennit.cache.sequences import Sequences
 from sennit.cache.storage import TableMirror
@@ -27,16 +40,6 @@ SPECS = {
     "uneven dims": gqa_spec(6, 1, head_dim_qk=12, head_dim_vo=5),
     "latent": mla_spec(),
 }
-
-
-def attend_all(cache, step):
-    """Let every layer attend to zeros."""
-    for layer, spec in enumerate(cache.specs):
-        rows, options = step.num_tokens, {"dtype": spec.dtype, "device": cache.device}
-        k = torch.zeros(rows, spec.num_kv_heads, spec.head_dim_qk, **options)
-        v = torch.zeros(rows, spec.num_kv_heads, spec.head_dim_vo, **options)
-        q = torch.zeros(rows, spec.num_qo_heads, spec.head_dim_qk, **options)
-        step.attend(layer, q, k, v, sm_scale=SCALE)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -59,7 +62,7 @@ def test_steps_store_and_attend_as_a_dictionary_of_tensors_does(name, page_size,
     twin.step([(a, 1), (c, 0), (e, 3)], verify=True)
     twin.remove(b)
     twin.step([(a, 1), (d, 1)], verify=True)
-    twin.assert_agrees()
+    twin.check()
     cache.check()
 
 
@@ -90,7 +93,7 @@ def test_an_empty_step_is_ordinary(items):
             out = step.attend(layer, torch.zeros(0, 4, 8), torch.zeros(0, 2, 8), torch.zeros(0, 2, 8), sm_scale=1.0)
             assert out.shape == (0, 4, 8)
     assert host_state(cache) == before
-    twin.assert_agrees()
+    twin.check()
 
 
 def test_rows_beyond_the_step_give_zeros_and_are_not_stored():
@@ -150,7 +153,7 @@ def test_a_fork_costs_nothing_and_the_first_write_copies_one_page():
     assert cache.page_table(a).tolist()[:2] == cache.page_table(b).tolist()[:2]
     assert cache.page_table(a)[2] != cache.page_table(b)[2]
     twin.step([(a, 2)], verify=True)
-    twin.assert_agrees()
+    twin.check()
     assert cache.stats().free_pages == free - 1, "the last holder writes in place"
 
 
@@ -164,10 +167,10 @@ def test_all_holders_of_a_page_written_in_one_step_need_one_copy_less_than_they_
     items = [(fork, 1) for fork in forks]
     assert cache.pages_needed(items) == 2
     with pytest.raises(Fault):
-        twin.step(items, fault_after=2)  # everything is written, and taken back
-    twin.assert_agrees()
+        twin.step(items, fault=StepFault(2))  # everything is written, and taken back
+    twin.check()
     twin.step(items, verify=True)
-    twin.assert_agrees()
+    twin.check()
     cache.check()
 
 
@@ -177,16 +180,16 @@ def test_trim_frees_whole_pages_and_never_touches_what_others_share():
     a = twin.add(15)
     b = twin.fork(a)
     twin.trim(a, 5)
-    twin.assert_agrees()
+    twin.check()
     assert len(cache.page_table(a)) == 2
     assert cache.stats().free_pages == 36
     twin.step([(a, 9)], verify=True)
-    twin.assert_agrees()
+    twin.check()
     twin.remove(b)
     twin.trim(a, 0)
     assert cache.stats().free_pages == 40
     twin.step([(a, 6)], verify=True)
-    twin.assert_agrees()
+    twin.check()
 
 
 def test_ids_are_listed_in_order_and_never_used_again():
@@ -223,7 +226,7 @@ def test_without_append_rows_attend_to_what_is_stored_and_nothing_grows(spec):
             pairs = [(out[:13], q[:13], *twin.stored[a][layer]), (out[13:], q[13:], *twin.stored[b][layer])]
             assert_right(spec, pairs, causal=False)
     assert host_state(cache) == before
-    twin.assert_agrees()
+    twin.check()
     with pytest.raises(IncompleteStep), cache.step([(a, 1)], append=False):
         pass
 
@@ -245,7 +248,7 @@ def test_read_gives_copies():
     a = twin.add(6)
     cache.read(a, 0)[0].fill_(7.0)
     cache.page_table(a).fill(0)
-    twin.assert_agrees()
+    twin.check()
     assert [t.shape for t in cache.read(cache.add(), 1)] == [(0, 2, 8), (0, 2, 8)]
 
 
@@ -289,7 +292,7 @@ def test_graph_buffers_hold_the_pages_of_a_step_and_a_replay_commits():
     attention = BatchAttention(gqa_spec(), page_size=4, kv_layout=cache.kv_layout, device="cpu")
     buffers = attention.buffers(max_requests=2, max_tokens=2, max_pages=9)  # fewer than two rows of the longest table
     twin.step([(a, 1), (b, 1)], into=buffers, verify=True)
-    twin.assert_agrees()
+    twin.check()
     with cache.step([(a, 1), (b, 1)], into=buffers):
         pass  # a captured graph would be replayed here
     assert (cache.length(a), cache.length(b)) == (32, 4)
@@ -424,33 +427,19 @@ def test_wrong_arguments_are_refused(arguments, text):
         KVCache(**{"specs": [gqa_spec()], "device": "cpu"} | arguments)
 
 
-def test_features_of_later_releases_are_refused_by_name():
+def test_token_trees_are_refused_by_name():
     cache = make_cache()
-    for name in ("layers", "kv_owner"):
-        with pytest.raises(UnsupportedFeature) as caught:
-            KVCache([gqa_spec()], num_tokens=8, device="cpu", **{name: range(1)})
-        assert caught.value.feature == name
-    with pytest.raises(UnsupportedFeature) as caught:
-        cache.accept({})
-    assert caught.value.feature == "token trees"
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        gqa_spec(4, 4),
-        gqa_spec(head_dim_qk=16),
-        gqa_spec(head_dim_vo=4),
-        gqa_spec().replace(kv_dtype=torch.float16),
-        gqa_spec().replace(window_left=9),
-        mla_spec(),
-    ],
-    ids=["heads", "qk", "vo", "dtype", "window", "latent"],
-)
-def test_layers_that_store_different_things_are_refused(other):
-    with pytest.raises(UnsupportedFeature, match="layer 2 has") as caught:
-        KVCache([gqa_spec(), gqa_spec(), other], num_tokens=8, device="cpu")
-    assert caught.value.feature == "layer groups"
+    a = cache.add()
+    before = host_state(cache)
+    for use in (
+        lambda: cache.accept({}),
+        lambda: cache.step([(a, sennit.Tree([-1, 0]))]).__enter__(),
+        lambda: cache.pages_needed([(a, sennit.Tree([-1]))]),
+    ):
+        with pytest.raises(UnsupportedFeature, match="committed yet") as caught:
+            use()
+        assert caught.value.feature == "token trees"
+        assert host_state(cache) == before
 
 
 def test_stats_and_memory_add_up_and_print():
@@ -466,7 +455,7 @@ def test_stats_and_memory_add_up_and_print():
     assert memory.bytes_per_token == 2 * 2 * 2 * 8 * 4
     assert memory.bytes_per_page == 4 * memory.bytes_per_token
     assert memory.k_pool_bytes == memory.v_pool_bytes == 40 * 4 * 2 * 8 * 4
-    assert memory.total_bytes == 40 * memory.bytes_per_page == cache._storage.buffer.nbytes
+    assert memory.total_bytes == 40 * memory.bytes_per_page == cache._storages[0].buffer.nbytes
     assert memory.num_tokens == 160
     assert str(memory) == (
         "40.00 KiB: 160 tokens of 256 B in 40 pages of 4; 2 layers with 10.00 KiB of keys and 10.00 KiB of values "
@@ -499,14 +488,14 @@ def test_a_full_cache_still_takes_tokens_that_fit_its_pages():
         twin.step([(a, 1)])
     twin.trim(a, 8)
     twin.step([(a, 4)], verify=True)
-    twin.assert_agrees()
+    twin.check()
 
 
 def test_check_finds_what_was_written_from_outside():
     cache = make_cache()
     Twin(cache).add(6)
     cache.check()
-    cache._sequences.pool.refs[0] += 1
+    cache._sequences.groups[0].pool.refs[0] += 1
     with pytest.raises(CacheCorrupt, match="page 0: 1 tables hold it, and its count is 2"):
         cache.check()
 
@@ -517,7 +506,7 @@ def test_check_finds_what_was_written_from_outside():
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_mirror_gives_the_rows_of_the_tables_after_any_operations(device):
     rng = np.random.default_rng(4)
-    sequences = Sequences(PagePool(300), page_size=2)
+    sequences = Sequences([PageGroup(PagePool(300), page_size=2)])
     mirror = TableMirror(torch.device(device))
     for _ in range(300):
         if len(sequences.slots) < 3 or rng.random() < 0.1:
@@ -535,28 +524,28 @@ def test_the_mirror_gives_the_rows_of_the_tables_after_any_operations(device):
             sequences.clear()
         else:
             items = [(int(s), int(rng.integers(9))) for s in rng.choice(ids, min(len(ids), 4), replace=False)]
-            if sequences.pages_needed(items) > sequences.pool.num_free:
+            if sequences.pages_needed(items) > sequences.groups[0].pool.num_free:
                 sequences.remove(ids[0])
                 continue
             reservation = sequences.reserve(STEP, items)
             rows = mirror.rows(sequences.tables, reservation.slots, reservation.max_pages).cpu().numpy()
-            for row, slot in zip(rows, reservation.slots, strict=True):
+            for row, slot in zip(rows[0], reservation.slots, strict=True):
                 count = sequences.tables.page_counts[slot]
-                assert row[:count].tolist() == sequences.tables.pages[slot, :count].tolist()
+                assert row[:count].tolist() == sequences.tables.pages[0, slot, :count].tolist()
             mirror.check(sequences.tables)
             sequences.commit(STEP) if rng.random() < 0.6 else sequences.rollback(STEP)
         mirror.check(sequences.tables)
 
 
 def test_a_wrong_cell_in_the_mirror_is_found():
-    sequences = Sequences(PagePool(8), page_size=2)
+    sequences = Sequences([PageGroup(PagePool(8), page_size=2)])
     seq = sequences.add()
     sequences.reserve(STEP, [(seq, 5)])
     sequences.commit(STEP)
     mirror = TableMirror(torch.device("cpu"))
     mirror.check(sequences.tables)
     mirror.update(sequences.tables)
-    mirror.pages[sequences.slots[seq], 1] += 1
+    mirror.pages[0, sequences.slots[seq], 1] += 1
     with pytest.raises(CacheCorrupt, match="slot 0: page 1 on cpu is not 1"):
         mirror.check(sequences.tables)
     sequences.reserve(STEP, [(seq, 1)])
@@ -575,9 +564,9 @@ def test_a_step_over_the_mirror_attends_to_the_same_pages(device, monkeypatch):
     a, b = twin.add(5), twin.add(90)
     c = twin.fork(b, 87)
     with pytest.raises(Fault):
-        twin.step([(c, 5), (a, 3)], fault_after=2)
+        twin.step([(c, 5), (a, 3)], fault=StepFault(2))
     twin.step([(b, 2), (c, 1), (a, 1)], verify=True)
     twin.step([(a, 60), (c, 1)], verify=True)
-    twin.assert_agrees()
+    twin.check()
     cache.check()
     assert cache._mirror.pages.numel() > 0

@@ -7,7 +7,17 @@ import sys
 
 import pytest
 import torch
-from kvcache_twin import SCALE, Fault, Twin, assert_same_contents, assert_same_state, gqa_spec, make_cache, whole_state
+from kvcache_twin import (
+    SCALE,
+    Fault,
+    StepFault,
+    Twin,
+    assert_same_contents,
+    assert_same_state,
+    gqa_spec,
+    make_cache,
+    whole_state,
+)
 
 from sennit.attention import BatchAttention
 from sennit.cache.pages import PagePool
@@ -24,15 +34,20 @@ from sennit.errors import (
 )
 
 
+ONE_GROUP = [gqa_spec(), gqa_spec(num_qo_heads=2), gqa_spec()]
+WINDOWS = [gqa_spec(window_left=6, num_sink_tokens=2), gqa_spec(num_qo_heads=2), gqa_spec(window_left=9)]
+
+
 class Scene:
     """A cache with shared full and partly filled pages, a shuffled free list, and a step that touches all of it.
 
     The step copies shared pages for some writers, lets the longest holder of another page write in place, fills a
-    partly filled page, opens new ones, and makes the tables grow.
+    partly filled page, opens new ones, and makes the tables grow. Windows then release pages that others hold too, and
+    pages that the step itself has opened.
     """
 
-    def __init__(self, **options):
-        self.cache = make_cache([gqa_spec(), gqa_spec(num_qo_heads=2), gqa_spec()], **{"num_pages": 60} | options)
+    def __init__(self, specs=None):
+        self.cache = make_cache(specs or ONE_GROUP, num_pages=60)
         self.twin = twin = Twin(self.cache, seed=1)
         a, gone, b, c = twin.add(10), twin.add(9), twin.add(7), twin.add(4)
         forks = [twin.fork(a, 9), twin.fork(a), twin.fork(b, 6)]
@@ -41,7 +56,8 @@ class Scene:
         self.empty = twin.add()
         self.items = [(forks[0], 2), (b, 3), (forks[2], 1), (c, 75), (self.empty, 5), (forks[1], 0)]
         reservation = self.cache._sequences.reserve(self, self.items)
-        assert len(reservation.copy_src) == 2, "one copy beside holders that only read, one beside a writer in place"
+        for copies in reservation.copies:
+            assert len(copies.source) == 2, "one copy beside holders that only read, one beside a writer in place"
         self.cache._sequences.rollback(self)
         self.before = whole_state(self.cache)
 
@@ -53,7 +69,7 @@ class Scene:
         """The step that failed goes through now, and gives what the dictionary has."""
         self.twin.step(self.items, verify=True)
         self.cache.check()
-        self.twin.assert_agrees()
+        self.twin.check()
 
 
 def fail(monkeypatch, owner, name, *, call=0, after=False, error=Fault):
@@ -73,27 +89,37 @@ def fail(monkeypatch, owner, name, *, call=0, after=False, error=Fault):
 
 
 POINTS = {
-    "reserve": (Sequences, "reserve", [0]),
-    "tables grow": (PageTables, "grow", [0]),
-    "mark": (PagePool, "mark", [0]),
-    "alloc": (PagePool, "alloc", [0]),
-    "unshare": (PagePool, "unshare", [0]),
-    "mark_dirty": (PageTables, "mark_dirty", [0]),
-    "plan": (BatchAttention, "plan", [0, 1]),  # one for each distinct spec
-    "copy_pages": (BatchAttention, "copy_pages", [0, 1, 2]),
-    "append": (BatchAttention, "append", [0, 1, 2]),
-    "run": (BatchAttention, "run", [0, 1, 2]),
-    "commit": (Sequences, "commit", [0]),
+    "reserve": (Sequences, "reserve"),
+    "tables grow": (PageTables, "grow"),
+    "mark": (PagePool, "mark"),
+    "alloc": (PagePool, "alloc"),
+    "unshare": (PagePool, "unshare"),
+    "mark_dirty": (PageTables, "mark_dirty"),
+    "plan": (BatchAttention, "plan"),
+    "copy_pages": (BatchAttention, "copy_pages"),
+    "append": (BatchAttention, "append"),
+    "run": (BatchAttention, "run"),
+    "release": (PagePool, "release"),
+    "commit": (Sequences, "commit"),
 }
-CASES = [(name, call, after) for name, (_, _, calls) in POINTS.items() for call in calls for after in (False, True)]
-CASES.remove(("commit", 0, True))  # it is done then
+# How often a step comes by: once, or for each group, spec in a group, layer, or window.
+CALLS = {name: 1 for name in POINTS} | {"plan": 2, "copy_pages": 3, "append": 3, "run": 3, "release": 0}
+CALLS_WITH_WINDOWS = CALLS | {"mark": 3, "alloc": 3, "unshare": 3, "plan": 3, "release": 2}
+CASES = [
+    pytest.param(specs, name, call, after, id=f"{kind}-{name}-{call}-{'after' if after else 'before'}")
+    for kind, specs, calls in (("one group", ONE_GROUP, CALLS), ("windows", WINDOWS, CALLS_WITH_WINDOWS))
+    for name, count in calls.items()
+    for call in range(count)
+    for after in (False, True)
+    if (name, after) != ("commit", True)  # it is done then
+]
 
 
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["exception", "interrupt"])
-@pytest.mark.parametrize(("name", "call", "after"), CASES)
-def test_a_failure_at_any_point_leaves_no_trace(name, call, after, error):
-    scene = Scene()
-    owner, attribute, _ = POINTS[name]
+@pytest.mark.parametrize(("specs", "name", "call", "after"), CASES)
+def test_a_failure_at_any_point_leaves_no_trace(specs, name, call, after, error):
+    scene = Scene(specs)
+    owner, attribute = POINTS[name]
     with pytest.MonkeyPatch.context() as monkeypatch:
         fail(monkeypatch, owner, attribute, call=call, after=after, error=error)
         with pytest.raises(error, match="injected"):
@@ -103,12 +129,16 @@ def test_a_failure_at_any_point_leaves_no_trace(name, call, after, error):
 
 
 @pytest.mark.slow
-def test_a_failure_at_any_line_leaves_no_trace():
+@pytest.mark.parametrize("specs", [ONE_GROUP, WINDOWS], ids=["one group", "windows"])
+def test_a_failure_at_any_line_leaves_no_trace(specs):
     """An exception at each line that a step runs in the cache's modules, one after the other."""
-    modules = ("sennit.step", *(f"sennit.cache.{name}" for name in ("sequences", "tables", "pages", "demand")))
+    modules = (
+        "sennit.step",
+        *(f"sennit.cache.{name}" for name in ("sequences", "tables", "pages", "demand", "groups")),
+    )
     files = [sys.modules[module].__file__ for module in modules]
     for line in itertools.count():
-        scene = Scene()
+        scene = Scene(specs)
         if not _step_interrupted_at(scene, line, files):
             break
         scene.assert_unchanged()
@@ -177,9 +207,9 @@ def test_a_writer_in_place_that_is_rolled_back_has_not_touched_what_the_others_s
     forks = [twin.fork(a, 5), twin.fork(a, 6)]
     before = whole_state(cache)
     with pytest.raises(Fault):
-        twin.step([(forks[0], 3), (a, 1), (forks[1], 2)], fault_after=2)
+        twin.step([(forks[0], 3), (a, 1), (forks[1], 2)], fault=StepFault(2))
     assert_same_state(whole_state(cache), before)
-    twin.assert_agrees()
+    twin.check()
 
 
 def leave_by_break(cache, items):
@@ -330,7 +360,7 @@ def test_a_layer_whose_tensors_were_refused_may_attend_again():
                 step.attend(layer, q, k, v)
             step.attend(layer, q, k, v, sm_scale=SCALE)
     scene.twin._append(scene.items, new)
-    scene.twin.assert_agrees()
+    scene.twin.check()
 
 
 def test_a_step_works_in_its_block_only():

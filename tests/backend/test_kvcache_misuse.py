@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from kvcache_twin import SCALE, Twin, assert_same_state, gqa_spec, host_state, make_cache, whole_state
+from kvcache_twin import SCALE, Twin, assert_same_state, attend_all, gqa_spec, host_state, make_cache, whole_state
 
 from sennit.attention import BatchAttention
 from sennit.cache import pages, sequences, tables
@@ -18,14 +18,6 @@ from sennit.errors import InvalidInput, StepClosed, StepOpen, UnknownSequence
 from sennit.kvcache import KVCache
 
 NEVER = 2**50  # tokens that no address space holds, in pages of 2**20
-
-
-def attend(cache, step):
-    """Every layer attends to zeros."""
-    for layer, spec in enumerate(cache.specs):
-        q = torch.zeros(step.num_tokens, spec.num_qo_heads, spec.head_dim_qk)
-        k = torch.zeros(step.num_tokens, spec.num_kv_heads, spec.head_dim_qk)
-        step.attend(layer, q, k, k.clone(), sm_scale=SCALE)
 
 
 # Leaving a step that is not open
@@ -38,7 +30,7 @@ def never_entered(cache, seq):
 def committed(cache, seq):
     step = cache.step([(seq, 1)])
     with step:
-        attend(cache, step)
+        attend_all(cache, step)
     return step
 
 
@@ -71,7 +63,7 @@ def test_leaving_a_step_that_is_not_open_touches_no_other_step(make, error):
         assert host_state(cache) == inside
         with pytest.raises(StepOpen):
             cache.step([(c, 3)])
-        attend(cache, step)
+        attend_all(cache, step)
     assert cache.length(b) == 7
     cache.check()
 
@@ -82,7 +74,7 @@ def test_a_step_left_by_hand_inside_its_own_block_is_committed_once():
 
     def leave_twice():
         with cache.step([(a, 3)]) as step:
-            attend(cache, step)
+            attend_all(cache, step)
             step.__exit__(None, None, None)
 
     with pytest.raises(StepClosed):
@@ -101,10 +93,10 @@ def test_two_open_steps_never_share_a_page():
         stray.__exit__(None, None, None)
     with pytest.raises(StepOpen):
         cache.step([(b, 3)])
-    attend(cache, first)
+    attend_all(cache, first)
     first.__exit__(None, None, None)
     with cache.step([(b, 3)]) as second:
-        attend(cache, second)
+        attend_all(cache, second)
     assert not set(cache.page_table(a)) & set(cache.page_table(b))
 
 
@@ -121,7 +113,7 @@ def test_items_that_enter_a_step_while_they_are_read_leave_that_step_open_and_ri
     with pytest.raises(StepOpen), cache.step(items()):
         pytest.fail("the block must not run")
     cache.check()
-    attend(cache, inner)
+    attend_all(cache, inner)
     inner.__exit__(None, None, None)
     assert (cache.length(a), cache.length(b)) == (5, 2)
     cache.check()
@@ -162,7 +154,7 @@ def test_leaving_a_step_while_it_is_entered_takes_nothing_from_it():
         assert refusals
         cache.check()
         assert cache.stats().used_pages == 1
-        attend(cache, step)
+        attend_all(cache, step)
     assert cache.length(a) == 3
     cache.check()
 
@@ -204,7 +196,7 @@ def test_numpy_integers_are_taken_wherever_integers_are(kind):
     assert a in cache
     with cache.step([(a, kind(6))]) as step:
         assert step.plan(kind(1)) is step.plan(1)
-        attend(cache, step)
+        attend_all(cache, step)
     assert cache.length(cache.fork(a, kind(3))) == 3
     cache.trim(a, length=kind(5))
     assert cache.read(a, kind(1))[0].shape == (5, 2, 8)
@@ -373,5 +365,5 @@ def test_clear_makes_a_cache_as_good_as_new_after_an_interrupt_anywhere(name):
         assert cache.free_pages == 20
         twin.stored.clear()
         twin.step([(twin.add(), 11), (twin.add(), 3)], verify=True)
-        twin.assert_agrees()
+        twin.check()
     assert line >= 5

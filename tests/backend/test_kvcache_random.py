@@ -111,7 +111,7 @@ class RandomUse:
 
     def poison(self):
         """What a page holds after it was freed must not matter."""
-        free = torch.from_numpy(self.cache._sequences.pool.free).long()
+        free = torch.from_numpy(self.cache._sequences.groups[0].pool.free).long()
         for layer in range(self.cache.num_layers):
             pools = self.cache.pools(layer)
             for pool in [pools] if isinstance(pools, torch.Tensor) else pools:

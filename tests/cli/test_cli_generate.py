@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -50,6 +51,8 @@ def test_json_has_prompt_text_tokens_and_reason_in_order(generate, expected):
             "text": wanted.text,
             "token_ids": wanted.token_ids,
             "finish_reason": wanted.finish_reason,
+            "stopped_by": None,
+            "seed": None,
         }
 
 
@@ -108,6 +111,36 @@ def test_the_dtype_of_the_weights_is_the_one_asked_for(generate, monkeypatch):
     assert seen == [torch.bfloat16, torch.float32]
 
 
+SAMPLING = ("--temperature", "1.5", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01", "--seed", "7")
+
+
+def test_sampling_options_reach_the_model(generate, expected):
+    options = {"temperature": 1.5, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "seed": 7}
+    wanted = expected(PROMPTS[1], **options)
+    assert wanted.token_ids != expected(PROMPTS[1]).token_ids
+    assert generate(PROMPTS[1], *SAMPLING).stdout == wanted.text + "\n"
+    found = json.loads(generate(*PROMPTS, *SAMPLING, "--json").stdout)
+    assert [one["token_ids"] for one in found] == [expected(prompt, **options).token_ids for prompt in PROMPTS]
+    assert [one["seed"] for one in found] == [7] * 3
+
+
+def test_the_seed_that_was_drawn_is_printed_and_repeats_the_text(generate):
+    first = json.loads(generate("hi", "--temperature", "1.5", "--json").stdout)[0]
+    again = json.loads(generate("hi", "--temperature", "1.5", "--seed", str(first["seed"]), "--json").stdout)[0]
+    assert again == first
+    shown = generate("hi", "ho", "--temperature", "1.5", width=100).stdout
+    assert len(set(re.findall(r"8 tokens, length, seed (\d+)", shown))) == 2
+
+
+def test_texts_end_before_a_stop_string(generate, expected):
+    free = expected("hi", tokens=16).text
+    stop = next(letter for letter in free[2:] if letter.isascii() and letter.isprintable())
+    result = generate("hi", "--stop", "no such text", "--stop", stop, tokens=16)
+    assert result.stdout == free[: free.index(stop)] + "\n"
+    found = json.loads(generate("hi", "--stop", "no such text", "--stop", stop, "--json", tokens=16).stdout)[0]
+    assert (found["finish_reason"], found["stopped_by"]) == ("stop", stop)
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "said"),
     [
@@ -117,6 +150,10 @@ def test_the_dtype_of_the_weights_is_the_one_asked_for(generate, monkeypatch):
         (("a\udcff",), None, "UTF-8"),
         (("hi", "--device", "cuda:99"), None, "cuda:99"),
         (("--file", "/no/such/file"), None, "/no/such/file"),
+        (("hi", "--temperature", "nan"), None, "temperature: expected 0 (greedy decoding) or a positive number"),
+        (("hi", "--temperature", "1", "--top-p", "1.5"), None, "top_p: expected a number above 0, at most 1"),
+        (("hi", "--seed", "7"), None, "seed: expected a temperature above 0 beside it"),
+        (("hi", "--stop", ""), None, "--stop: expected at least one character"),
     ],
 )
 def test_what_cannot_be_generated_from_is_said_before_anything_is_loaded(generate, monkeypatch, arguments, stdin, said):

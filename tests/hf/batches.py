@@ -33,17 +33,17 @@ def drain(batcher: Batcher, *, check: bool = True) -> tuple[list[Event], dict[in
 
 
 @contextlib.contextmanager
-def step_sizes(batcher: Batcher) -> Iterator[list[int]]:
-    """Tokens of each step."""
-    sizes: list[int] = []
+def step_counts(batcher: Batcher) -> Iterator[list[list[int]]]:
+    """Tokens of each request of each step."""
+    counts: list[list[int]] = []
     original = batcher.cache.step
 
     def recorded(items: list[tuple[int, int]], **options: Any) -> Any:
-        sizes.append(sum(count for _, count in items))
+        counts.append([count for _, count in items])
         return original(items, **options)
 
     batcher.cache.step = recorded  # type: ignore[method-assign]
-    yield sizes
+    yield counts
     del batcher.cache.step
 
 

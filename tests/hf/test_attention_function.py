@@ -12,6 +12,15 @@ import pytest
 import torch
 from tiny_models import CACHE_ARGUMENT, reference_tokens, tiny_model
 from transformers import DynamicCache, LlamaConfig, LlamaForSequenceClassification
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    or_masks,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
 
 import sennit.hf
 from sennit.hf.masks import KeyRanges, key_ranges
@@ -216,18 +225,22 @@ def test_columns_of_a_static_cache_that_nobody_has_written_are_never_seen() -> N
     assert ranges.visible == 5
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_key_ranges_say_the_same_as_transformers_own_mask(seed: int) -> None:
-    from transformers.masking_utils import sdpa_mask
-
     g = torch.Generator().manual_seed(seed)
     batch, length, offset, spare = (int(torch.randint(1, 6, (), generator=g)) for _ in range(4))
-    columns = offset + length + spare  # a static cache has columns that nobody has written
+    window = int(torch.randint(1, 8, (), generator=g)) if seed % 2 else None
+    # A sliding cache has dropped what no new query sees; a static one has columns that nobody has written.
+    dropped = 0 if window is None else int(torch.randint(0, max(0, offset - window + 1) + 1, (), generator=g))
+    columns = offset - dropped + length + spare
     bounds = torch.randint(0, offset + length + 1, (batch, 2), generator=g).sort(dim=1).values
     place = torch.arange(offset + length)
     mask = (place >= bounds[:, :1]) & (place < bounds[:, 1:])
-    expected = sdpa_mask(batch, length, columns, q_offset=offset, attention_mask=mask, allow_is_causal_skip=False)
-    ranges = key_ranges(batch, length, columns, q_offset=offset, attention_mask=mask)
+    rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    asked = {"q_offset": offset, "kv_offset": dropped, "mask_function": rule, "attention_mask": mask}
+    expected = sdpa_mask(batch, length, columns, allow_is_causal_skip=False, **asked)
+    ranges = key_ranges(batch, length, columns, **asked)
+    assert not ranges.problem
     got = torch.zeros(batch * length, columns, dtype=torch.bool)
     requests, causal = ranges.requests()
     for r in range(requests.num_requests):
@@ -235,9 +248,25 @@ def test_key_ranges_say_the_same_as_transformers_own_mask(seed: int) -> None:
         assert requests.kv_starts is not None
         first = int(requests.kv_starts[r]) % ranges.visible if kv_len else 0
         for i in range(q_len):
-            end = kv_len - q_len + i + 1 if causal[r] else kv_len
-            got[int(requests.q_starts[r]) + i, first : first + max(0, end)] = True
+            position = kv_len - q_len + i
+            for j in range(kv_len):
+                seen = (not causal[r] or j <= position) and (window is None or position - j < window)
+                got[int(requests.q_starts[r]) + i, first + j] |= seen
     assert torch.equal(got.view(batch, 1, length, columns), expected)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        bidirectional_mask_function,
+        sliding_window_overlay(4),  # not causal
+        and_masks(sliding_window_overlay(4), causal_mask_function, causal_mask_function),
+        or_masks(sliding_window_overlay(4), causal_mask_function),
+        and_masks(lambda *_: torch.tensor(True), causal_mask_function),
+    ],
+)
+def test_other_mask_functions_are_a_problem(rule: Any) -> None:
+    assert "only causal masks are supported" in key_ranges(1, 4, 4, mask_function=rule).problem
 
 
 def test_a_mask_made_early_is_handed_on_unchanged() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import alike_prompts, drain, step_sizes
+from batches import alike_prompts, drain, step_counts
 from tiny_models import reference_logprobs, reference_tokens, tiny_model
 
 import sennit.hf
@@ -22,7 +22,7 @@ def test_a_crowded_batch_gives_each_prompt_its_own_tokens(model: Any) -> None:
     with Batcher(model, **TIGHT) as batcher:
         for prompt in prompts:
             batcher.submit(prompt, max_new_tokens=new)
-        with step_sizes(batcher) as sizes:
+        with step_counts(batcher) as counts:
             events, done = drain(batcher)
         stats = batcher.stats()
     for i, prompt in enumerate(prompts):
@@ -35,9 +35,9 @@ def test_a_crowded_batch_gives_each_prompt_its_own_tokens(model: Any) -> None:
     assert stats.tokens_shared >= 4 * stats.forks
     assert stats.preemptions > 0
     assert stats.evictions > 0
-    assert max(sizes) == TIGHT["max_batch_tokens"]
-    assert stats.tokens_computed == sum(sizes)
-    assert stats.steps == len(sizes)
+    assert max(map(sum, counts)) == TIGHT["max_batch_tokens"]
+    assert stats.tokens_computed == sum(map(sum, counts))
+    assert stats.steps == len(counts)
     assert stats.tokens_generated == new * len(prompts)
 
 

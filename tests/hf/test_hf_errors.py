@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CACHE_ARGUMENT, tiny_model
+from tiny_models import CACHE_ARGUMENT, reference_tokens, tiny_model
 from transformers import (
     DynamicCache,
     GemmaConfig,
     GemmaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
 )
 
 import sennit.hf
 from sennit.errors import CapacityExceeded, InvalidInput, PlanMismatch, UnsupportedFeature, UnsupportedModel
 from sennit.hf import Batcher, check_supported
 from sennit.hf.masks import key_ranges
+from sennit.hf.models import context_length
 from sennit.kvcache import KVCache
 
 IDS = torch.tensor([[1, 2, 3, 4]])
@@ -46,16 +45,16 @@ def other_model(kind: str) -> Any:
         "pad_token_id": 0,
     }
     config_class, model_class = {
-        "mistral": (MistralConfig, MistralForCausalLM),
+        "ministral": (MinistralConfig, MinistralForCausalLM),
         "gemma": (GemmaConfig, GemmaForCausalLM),
     }[kind]
     return model_class(config_class(**sizes)).eval()
 
 
-@pytest.mark.parametrize(("kind", "name"), [("mistral", "Mistral"), ("gemma", "Gemma")])
+@pytest.mark.parametrize(("kind", "name"), [("ministral", "Ministral"), ("gemma", "Gemma")])
 def test_an_untested_architecture_is_refused_by_name_in_both_paths(kind: str, name: str) -> None:
     model = other_model(kind)
-    supported = "supported: LlamaForCausalLM and Qwen3ForCausalLM"
+    supported = "supported: LlamaForCausalLM, Qwen3ForCausalLM, .*GptOssForCausalLM"
     with pytest.raises(UnsupportedModel, match=f"{kind} .*{name}Attention.* {supported}"):
         forward(model)
     with pytest.raises(UnsupportedModel, match=f"^{kind} has not been tested with Sennit; {supported}"):
@@ -88,15 +87,13 @@ def test_something_that_is_no_model_is_refused(model: Any) -> None:
         Batcher(model, num_tokens=64)
 
 
-def test_sliding_windows_are_refused_in_both_paths() -> None:
-    config = tiny_model("qwen3").config.to_dict()
-    config |= {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-    config |= {"use_sliding_window": True, "sliding_window": 3}
-    model = Qwen3ForCausalLM(Qwen3Config(**config)).eval()
-    with pytest.raises(UnsupportedFeature, match=r"sliding_window: .*this configuration has layers \[1\]"):
-        Batcher(model, num_tokens=64)
-    with pytest.raises(UnsupportedFeature, match="sliding_window"):
-        forward(model)
+def test_windows_that_an_architecture_does_not_apply_are_refused_in_both_paths(llama: Any) -> None:
+    llama.config.sliding_window = 3
+    with pytest.raises(UnsupportedFeature, match=r"sliding_window: .*sliding_window=3 .*does not apply them"):
+        Batcher(llama, num_tokens=64)
+    llama.config.sliding_window = None
+    with pytest.raises(UnsupportedFeature, match="sliding_window: this architecture has not been tested with a window"):
+        forward(llama, sliding_window=3)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -184,10 +181,6 @@ def test_a_layer_called_without_its_model_is_refused(llama: Any) -> None:
         layer(hidden, position_embeddings=rotary, attention_mask=key_ranges(1, 3, 3))
 
 
-def test_a_mask_over_keys_that_the_cache_dropped_is_refused(llama: Any) -> None:
-    assert "dropped the first 5 keys" in key_ranges(1, 1, 4, q_offset=8, kv_offset=5).problem
-
-
 def test_a_packed_step_needs_one_row_and_no_transformers_cache(llama: Any) -> None:
     cache = KVCache(sennit.hf.layer_specs(llama), num_tokens=64, device="cpu")
     with pytest.raises(InvalidInput, match=r"sennit_step: .* got batch 2"), cache.step([(cache.add(), 4)]) as step:
@@ -200,17 +193,19 @@ def test_a_packed_step_needs_one_row_and_no_transformers_cache(llama: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("repetition_penalty", 1.2), ("num_beams", 2), ("suppress_tokens", [3]), ("min_length", 5)]
+    ("setting", "value"),
+    [
+        ("repetition_penalty", 1.2),
+        ("num_beams", 2),
+        ("suppress_tokens", [3]),
+        ("min_length", 5),
+        ("stop_strings", ["x"]),
+    ],
 )
 def test_generation_settings_that_change_greedy_tokens_are_refused(llama: Any, setting: str, value: Any) -> None:
     setattr(llama.generation_config, setting, value)
     with pytest.raises(UnsupportedFeature, match=f"generation_config.{setting}"):
         Batcher(llama, num_tokens=64)
-
-
-def test_sampling_settings_do_not_matter_to_greedy_decoding(llama: Any) -> None:
-    llama.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
-    Batcher(llama, num_tokens=1024).close()
 
 
 def test_a_model_without_weights_or_over_several_devices_is_refused(llama: Any) -> None:
@@ -266,6 +261,30 @@ def test_the_longest_prompt_that_fits_is_served(llama: Any) -> None:
     done = sennit.hf.generate(llama, None, [[1] * 63], max_new_tokens=4, num_tokens=64)
     assert done[0].finish_reason == "capacity"
     assert len(done[0].token_ids) == 2
+
+
+def test_a_prompt_that_fills_the_context_is_refused_and_a_completion_ends_with_it() -> None:
+    model = tiny_model("llama", max_position_embeddings=16)
+    with pytest.raises(InvalidInput, match=r"prompts?.*: expected fewer tokens than .* context length, 16, got 16"):
+        sennit.hf.generate(model, None, [[1] * 16])
+    (done,) = sennit.hf.generate(model, None, [[1] * 13], max_new_tokens=50)
+    assert (done.finish_reason, len(done.token_ids)) == ("length", 3)
+    assert done.token_ids == reference_tokens(model, [1] * 13, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("llama", {"max_position_embeddings": 100}, 100),
+        # Counted already, and not counted.
+        ("deepseek_v3", {}, 2048),
+        ("deepseek_v3", {"max_position_embeddings": 256}, 2048),
+        ("llama", {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, 256),
+        ("gemma3", {}, 2048),
+    ],
+)
+def test_the_context_length_counts_rotary_scaling(name: str, changes: dict[str, Any], expected: int) -> None:
+    assert context_length(tiny_model(name, **changes).config) == expected
 
 
 def test_unknown_and_closed_are_refused(llama: Any) -> None:

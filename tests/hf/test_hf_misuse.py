@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -138,3 +140,15 @@ def test_split_sizes_beyond_32_bits_end_the_command_with_one_line() -> None:
     result = CliRunner().invoke(app, ["plan", "1@1", "--split-size", "99999999999999999999"])
     assert result.exit_code == 2
     assert "split_size" in result.output
+
+
+def test_batchers_in_several_threads_take_turns_with_one_model() -> None:
+    model, prompts = tiny_model("llama"), [[1, 2, 3], [4, 5], [6]]
+    before = model.config._attn_implementation
+    expected = [generate(model, None, [prompt], max_new_tokens=6)[0].token_ids for prompt in prompts]
+    for layer in model.model.layers:  # a thread that waits in the middle of a step lets another begin
+        layer.register_forward_hook(lambda *_: time.sleep(0.002))
+    with ThreadPoolExecutor(3) as pool:
+        done = pool.map(lambda prompt: generate(model, None, [prompt], max_new_tokens=6)[0].token_ids, prompts)
+        assert list(done) == expected
+    assert model.config._attn_implementation == before

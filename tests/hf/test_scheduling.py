@@ -40,7 +40,7 @@ def test_chunks_fit_the_free_pages_and_decodes_are_never_cut(
     pending: list[tuple[int, int]], budget: int, free: int
 ) -> None:
     wanted = share_budget(pending, max_tokens=budget)
-    got = cut_to_pages(wanted, free_pages=free, pages_needed=pages)
+    got = cut_to_pages(wanted, missing_pages=lambda chunks: max(0, pages(chunks) - free))
     ones = [chunk for chunk in wanted if chunk[1] == 1]
     if got is None:
         assert pages(ones) > free or (not ones and free == 0)
@@ -59,7 +59,7 @@ def test_chunks_fit_the_free_pages_and_decodes_are_never_cut(
 
 def test_nothing_pending_gives_nothing() -> None:
     assert share_budget([], max_tokens=8) == []
-    assert cut_to_pages([], free_pages=0, pages_needed=pages) == []
+    assert cut_to_pages([], missing_pages=pages) == []
 
 
 def test_a_lone_sequence_needs_no_room_to_grow_beside_others() -> None:

@@ -8,6 +8,7 @@ import torch
 from sennit import AttentionSpec
 from sennit.hf.queue import RequestQueue
 from sennit.hf.requests import Request
+from sennit.hf.sampling import Sampling
 from sennit.hf.sharing import SharedSequences
 from sennit.hf.text import TextStream
 from sennit.kvcache import KVCache
@@ -89,7 +90,7 @@ def test_the_retained_sequence_used_longest_ago_goes_first(cache: KVCache) -> No
     sequences.drop(fork[0])
     for expected in ([kept[0], kept[2]], [kept[0]], []):
         new = cache.add()
-        free = sequences.free_pages
+        free = cache.free_pages
         assert sequences.make_room([(new, 4 * free + 1)])
         cache.remove(new)
         assert cache.sequences == expected
@@ -115,7 +116,7 @@ def test_a_sequence_shorter_than_a_page_is_not_retained(cache: KVCache) -> None:
 def test_a_request_that_has_outgrown_the_cache_while_it_waited_ends(cache: KVCache) -> None:
     queue = RequestQueue(shared(cache), capacity=64, max_batch_tokens=8, max_requests=4)
     for length in (65, 64):
-        queue.waiting.append(Request(length, [1] * length, 5, frozenset(), False, TextStream(None)))
+        queue.waiting.append(Request(length, [1] * length, 5, Sampling(), frozenset(), False, TextStream(None)))
     chunks = queue.schedule()
     assert [(e.request, e.finish_reason) for e in queue.ended] == [(65, "capacity")]
     assert [(r.id, n) for r, n in chunks] == [(64, 8)]

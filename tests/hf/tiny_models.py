@@ -6,9 +6,75 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-ARCHITECTURES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+ARCHITECTURES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_window": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+}
+
+WINDOW = 32
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 256}
+
+# What makes each architecture what it is, in a size where it changes greedy tokens.
+PECULIAR: dict[str, dict[str, Any]] = {
+    "qwen3_window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 6},
+    "gemma3": {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        },
+    },
+    "gpt_oss": {
+        "sliding_window": WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": YARN | {"truncate": False},
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 12,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "head_dim": 6,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
 
 # The forward argument that takes a transformers cache; renamed in transformers 5.24.
 CACHE_ARGUMENT = next(
@@ -40,7 +106,12 @@ def tiny_model(architecture: str, *, tied: bool = False, dtype: torch.dtype = to
         "initializer_range": 0.3,
     }
     torch.manual_seed(11)
-    return model_class(config_class(**(sizes | changes))).to(dtype).eval()
+    model = model_class(config_class(**(sizes | PECULIAR.get(architecture, {}) | changes))).to(dtype).eval()
+    if architecture in ("gpt_oss", "deepseek_v3"):
+        model.set_experts_implementation("eager")  # the others know no float64
+    for layer in model.model.layers if architecture == "gpt_oss" else ():
+        torch.nn.init.normal_(layer.self_attn.sinks, mean=2.0)  # as large as logits
+    return model
 
 
 def reference_tokens(model: Any, prompt: list[int], max_new_tokens: int, **options: Any) -> list[int]:

@@ -14,6 +14,7 @@ SPECIAL = {
     "PlanMismatch": lambda: errors.PlanMismatch("q", expected="3 rows", got=(2, 4)),
     "UnsupportedFeature": lambda: errors.UnsupportedFeature("tree", "not implemented"),
     "OutOfPages": lambda: errors.OutOfPages("4 pages needed", needed=4, free=1, total=16),
+    "PagesReleased": lambda: errors.PagesReleased("sequence 3 ...", sequence=3, length=5, shortest=24),
 }
 COPIES = {
     "copy": copy.copy,

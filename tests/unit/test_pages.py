@@ -66,7 +66,7 @@ def test_restore_undoes_allocations_and_unsharing_in_the_exact_order():
     for _ in range(3):
         pool.share(source)
     before = state(pool)
-    mark = pool.mark(np.repeat(source, 2))
+    mark = pool.mark(np.repeat(source, 2), count=12)
     pool.alloc(7)
     pool.unshare(np.repeat(source, 2))
     pool.alloc(5)

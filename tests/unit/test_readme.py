@@ -10,11 +10,11 @@ import pytest
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.DOTALL)
 
 
-def test_the_readme_has_an_example_for_each_level():
-    assert len(BLOCKS) == 3
+def test_the_readme_has_an_example_for_each_level_and_one_of_a_spec():
+    assert len(BLOCKS) == 4
 
 
-@pytest.mark.parametrize("index", [1, 2])
+@pytest.mark.parametrize("index", [1, 2, 3])
 def test_examples_that_need_no_model_run(index, capsys):
     exec(compile(BLOCKS[index], f"README.md block {index}", "exec"), {})
 

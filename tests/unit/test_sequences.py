@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sennit.cache.demand import pages_to_copy
+from sennit.cache.groups import PageGroup
 from sennit.cache.invariants import check_sequences
 from sennit.cache.pages import PagePool
 from sennit.cache.sequences import Sequences
@@ -18,7 +19,7 @@ STEP = object()  # the owner of a reservation
 
 
 def make(num_pages=16, page_size=4):
-    return Sequences(PagePool(num_pages), page_size)
+    return Sequences([PageGroup(PagePool(num_pages), page_size)])
 
 
 def grown(sequences, *lengths):
@@ -38,10 +39,12 @@ def write(sequences, items):
 
 def state(sequences):
     """Everything that an operation may change, in a form that compares."""
-    tables, pool = sequences.tables, sequences.pool
-    rows = {seq: tables.pages[slot, : tables.page_counts[slot]].tolist() for seq, slot in sequences.slots.items()}
+    tables, pools = sequences.tables, [group.pool for group in sequences.groups]
+    rows = {seq: tables.pages[:, slot, : tables.page_counts[slot]].tolist() for seq, slot in sequences.slots.items()}
     lengths = {seq: sequences.length(seq) for seq in sequences.slots}
-    return rows, lengths, pool.free.tolist(), pool.refs.tolist(), sequences._next_id, tables.free_slots[:]
+    released = {seq: tables.released[:, slot].tolist() for seq, slot in sequences.slots.items()}
+    free, refs = [pool.free.tolist() for pool in pools], [pool.refs.tolist() for pool in pools]
+    return rows, lengths, released, free, refs, sequences._next_id, tables.free_slots[:]
 
 
 def test_the_integer_parts_import_no_torch():
@@ -81,10 +84,10 @@ def test_a_fork_shares_full_and_partly_filled_pages():
     (a,) = grown(sequences, 10)
     b = sequences.fork(a)
     assert sequences.pages(b).tolist() == sequences.pages(a).tolist() == [0, 1, 2]
-    assert sequences.pool.num_free == 13
+    assert sequences.groups[0].pool.num_free == 13
     c = sequences.fork(a, 5)
     assert sequences.pages(c).tolist() == [0, 1]
-    assert sequences.pool.refs[:3].tolist() == [3, 3, 2]
+    assert sequences.groups[0].pool.refs[:3].tolist() == [3, 3, 2]
     assert sequences.length(sequences.fork(a, 0)) == 0
     check_sequences(sequences)
 
@@ -95,10 +98,10 @@ def test_writing_to_a_shared_page_copies_it_for_the_writer_alone():
     b = sequences.fork(a)
     assert sequences.pages_needed([(b, 1)]) == 1
     reservation = write(sequences, [(b, 1)])
-    assert (reservation.copy_src.tolist(), reservation.copy_dst.tolist()) == ([1], [2])
+    assert (reservation.copies[0].source.tolist(), reservation.copies[0].target.tolist()) == ([1], [2])
     assert sequences.pages(a).tolist() == [0, 1]
     assert sequences.pages(b).tolist() == [0, 2]
-    assert sequences.pool.refs[:3].tolist() == [2, 1, 1]
+    assert sequences.groups[0].pool.refs[:3].tolist() == [2, 1, 1]
     assert sequences.pages_needed([(a, 1)]) == 0, "the other holder is alone now"
 
 
@@ -107,7 +110,7 @@ def test_a_fork_at_a_page_boundary_needs_no_copy():
     (a,) = grown(sequences, 8)
     b = sequences.fork(a)
     reservation = write(sequences, [(a, 1), (b, 1)])
-    assert len(reservation.copy_src) == 0
+    assert len(reservation.copies[0].source) == 0
     assert sequences.pages(a).tolist() == [0, 1, 2]
     assert sequences.pages(b).tolist() == [0, 1, 3]
 
@@ -117,7 +120,7 @@ def test_when_all_holders_write_the_longest_one_keeps_the_page():
     (a,) = grown(sequences, 3)
     forks = [sequences.fork(a, 1), sequences.fork(a, 2)]
     reservation = write(sequences, [(forks[0], 1), (a, 1), (forks[1], 1)])
-    assert reservation.copy_src.tolist() == [0, 0]
+    assert reservation.copies[0].source.tolist() == [0, 0]
     assert sequences.pages(a).tolist() == [0], "shorter holders would overwrite what the longest one has stored"
     assert [sequences.pages(fork).tolist() for fork in forks] == [[1], [2]]
 
@@ -138,9 +141,9 @@ def test_a_fork_inside_a_page_that_is_full_for_the_parent_copies_that_page():
     (a,) = grown(sequences, 12)
     b = sequences.fork(a, 2)
     reservation = write(sequences, [(a, 1), (b, 1)])
-    assert reservation.copy_src.tolist() == [0]
+    assert reservation.copies[0].source.tolist() == [0]
     assert sequences.pages(a)[0] == 0
-    assert sequences.pages(b)[0] == reservation.copy_dst[0] != 0
+    assert sequences.pages(b)[0] == reservation.copies[0].target[0] != 0
 
 
 def test_pages_to_copy_agrees_with_a_plain_loop():
@@ -171,7 +174,7 @@ def test_trim_drops_whole_pages_and_keeps_shared_ones_alive():
     assert sequences.length(a) == 5
     assert sequences.pages(a).tolist() == [0, 1]
     assert sequences.pages(b).tolist() == [0, 1, 2]
-    assert sequences.pool.refs[:4].tolist() == [2, 2, 1, 0]
+    assert sequences.groups[0].pool.refs[:4].tolist() == [2, 2, 1, 0]
     sequences.trim(a, 5)
     sequences.trim(a, 0)
     assert sequences.pages(a).tolist() == []
@@ -183,7 +186,7 @@ def test_writing_after_a_trim_into_a_shared_page_copies_it():
     (a,) = grown(sequences, 8)
     b = sequences.fork(a)
     sequences.trim(a, 6)
-    assert write(sequences, [(a, 1)]).copy_src.tolist() == [1]
+    assert write(sequences, [(a, 1)]).copies[0].source.tolist() == [1]
     assert sequences.pages(b).tolist() == [0, 1]
 
 
@@ -198,7 +201,7 @@ def test_sequences_may_be_removed_in_any_order():
         for i in order:
             sequences.remove(ids[i])
             check_sequences(sequences)
-        assert sequences.pool.num_free == 16
+        assert sequences.groups[0].pool.num_free == 16
 
 
 def test_ids_are_never_used_again():
@@ -220,8 +223,8 @@ def test_tables_grow_in_both_directions_and_keep_their_contents():
     sequences = make(num_pages=400)
     ids = grown(sequences, *range(40))
     write(sequences, [(ids[3], 300)])
-    assert sequences.tables.pages.shape[0] >= 40
-    assert sequences.tables.pages.shape[1] >= 75
+    assert sequences.tables.pages.shape[1] >= 40
+    assert sequences.tables.pages.shape[2] >= 75
     for i, seq in enumerate(ids):
         assert sequences.length(seq) == i + 300 * (i == 3)
     check_sequences(sequences)
@@ -287,7 +290,7 @@ def test_an_empty_batch_and_requests_without_tokens_are_ordinary():
     reservation = write(sequences, [(a, 0), (empty := sequences.add(), 0)])
     assert reservation.kv_lens.tolist() == [3, 0]
     sequences.remove(empty)
-    assert state(sequences)[:4] == before[:4]
+    assert state(sequences)[:5] == before[:5]
 
 
 def test_without_append_nothing_grows():
@@ -464,7 +467,7 @@ def mirror(sequences, device):
     if device is None or device.shape != tables.pages.shape:
         device = tables.pages.copy()
     rows, cols = tables.dirty_cells()
-    device[rows, cols] = tables.pages[rows, cols]
+    device[:, rows, cols] = tables.pages[:, rows, cols]
     tables.mark_clean()
     return device
 
@@ -499,7 +502,7 @@ def test_marked_cells_bring_a_mirror_up_to_date_after_any_operations():
         if rng.random() < 0.6:
             device = mirror(sequences, device)
             for seq, slot in sequences.slots.items():
-                assert device[slot, : sequences.tables.page_counts[slot]].tolist() == sequences.pages(seq).tolist()
+                assert device[0, slot, : sequences.tables.page_counts[slot]].tolist() == sequences.pages(seq).tolist()
         check_sequences(sequences)
 
 
@@ -507,11 +510,11 @@ def test_marked_cells_bring_a_mirror_up_to_date_after_any_operations():
     ("damage", "text"),
     [
         (lambda s: s.tables.lengths.__setitem__(0, 1), "slot 0: 1 tokens take 1 pages"),
-        (lambda s: s.tables.pages.__setitem__((0, 0), 5), "tables hold it"),
-        (lambda s: s.tables.pages.__setitem__((0, 0), 99), "expected pages below 16"),
-        (lambda s: s.tables.pages.__setitem__((0, 0), s.tables.pages[0, 1]), "occurs twice"),
-        (lambda s: s.tables.pages.__setitem__((0, 9), 3), "past a sequence's last page"),
-        (lambda s: s.pool.refs.__setitem__(0, 2), "page 0: 1 tables hold it, and its count is 2"),
+        (lambda s: s.tables.pages.__setitem__((0, 0, 0), 5), "tables hold it"),
+        (lambda s: s.tables.pages.__setitem__((0, 0, 0), 99), "expected pages below 16"),
+        (lambda s: s.tables.pages.__setitem__((0, 0, 0), s.tables.pages[0, 0, 1]), "occurs twice"),
+        (lambda s: s.tables.pages.__setitem__((0, 0, 9), 3), "past a sequence's last page"),
+        (lambda s: s.groups[0].pool.refs.__setitem__(0, 2), "page 0: 1 tables hold it, and its count is 2"),
         (lambda s: s.tables.free_slots.append(0), "once each"),
         (lambda s: s.tables.lengths.__setitem__(5, 1), "free slots"),
     ],

@@ -1,16 +1,17 @@
-"""What a model's generation configuration means for greedy decoding: stop tokens, and settings that it cannot serve."""
+"""What a model's generation configuration means here: the tokens that end a request, and settings that are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from sennit.cache.demand import is_integer
 from sennit.errors import InvalidInput, UnsupportedFeature
 
-__all__ = ["check_greedy", "stop_tokens"]
+__all__ = ["check_generation_config", "stop_tokens"]
 
-# Settings that change greedy tokens, each with the values that do not. Sampling settings (temperature, top_p) are not
-# among them: the most probable token stays the same.
+# Settings that change a model's tokens, each with the values that do not. Those of sampling (do_sample, temperature,
+# top_p, ...) are not among them: they are a request's own, and a request that says nothing is decoded greedily.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "repetition_penalty": (None, 1),
@@ -36,7 +37,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def check_greedy(generation_config: Any) -> None:
+def check_generation_config(generation_config: Any) -> None:
     """Refuse a generation configuration under which transformers' own greedy tokens would be others.
 
     Raises:
@@ -45,9 +46,10 @@ def check_greedy(generation_config: Any) -> None:
     for name, neutral in NEUTRAL.items():
         value = getattr(generation_config, name, None)
         if value not in neutral:
+            instead = " and give stop= with each request" if name == "stop_strings" else ""
             raise UnsupportedFeature(
                 f"generation_config.{name}",
-                f"plain greedy decoding has no place for {value!r}; set model.generation_config.{name} = None",
+                f"{value!r} would change the tokens; set model.generation_config.{name} = None{instead}",
             )
 
 
@@ -66,6 +68,6 @@ def stop_tokens(eos_token_id: int | Sequence[int] | None, generation_config: Any
     if given is None:
         return frozenset()
     ids = list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
-    if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
+    if not all(map(is_integer, ids)):
         raise InvalidInput("eos_token_id", expected="an integer or a list of integers", got=repr(given))
-    return frozenset(ids)
+    return frozenset(map(int, ids))
