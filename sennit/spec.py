@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sennit.errors import InvalidInput
-from sennit.variants import Capture, Graph, trace
+from sennit.variants import Capture, Graph, Kind, trace
 
 __all__ = ["QUERY_DTYPES", "AttentionSpec", "checked_integer"]
 
@@ -256,7 +256,7 @@ def checked_integer(name: str, value: object, *, minimum: int, hint: str = "") -
 
 
 def _traced(name: str, function: object) -> Graph:
-    kind = "score" if name == "score_mod" else "mask"
+    kind: Kind = "score" if name == "score_mod" else "mask"
     if isinstance(function, Graph):
         if function.kind != kind:
             raise InvalidInput(name, expected=f"the graph of a {name}", got=f"that of a {function.kind}_mod")

@@ -147,14 +147,14 @@ def item_strands(plan: Plan) -> npt.NDArray[np.int64]:
 
 
 def check_coverage(plan: Plan) -> None:
-    """Verify that every query row and head meets each of its tile's visible keys exactly once.
+    """Verify that every query row and head of a plan without windows meets each visible key of its tile exactly once.
 
     Raises:
         SennitError: it does not; the text names a tile that is wrong.
     """
     reached: dict[tuple[int, int, int, int], int] = {}  # segment, first row, rows, head -> keys up to here are covered
     items = plan.schedule.items.T.tolist()
-    for segment, row, rows, first_head, heads, start, end, _ in sorted(items, key=lambda item: item[Item.KEY_START]):
+    for segment, row, rows, first_head, heads, start, end, *_ in sorted(items, key=lambda item: item[Item.KEY_START]):
         for head in range(first_head, first_head + heads):
             tile = (segment, row, rows, head)
             if reached.get(tile, 0) != start:

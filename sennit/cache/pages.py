@@ -111,9 +111,11 @@ class PagePool:
         free = self._stack[: self.num_free]
         if not 0 <= self.num_free <= self.num_pages or np.any((free < 0) | (free >= self.num_pages)):
             raise CacheCorrupt(f"free list: expected ids below {self.num_pages}, got {free.tolist()}")
-        if len(np.unique(free)) != len(free):
+        listed = np.zeros(self.num_pages, bool)
+        listed[free] = True
+        if np.count_nonzero(listed) != len(free):
             raise CacheCorrupt(f"free list: expected distinct pages, got {free.tolist()}")
-        if np.any(self.refs[free] != 0):
+        if np.any(self.refs[free]):
             raise CacheCorrupt(f"pages {free[self.refs[free] != 0].tolist()} are free and have holders")
-        if (held := int(np.count_nonzero(self.refs > 0))) + self.num_free != self.num_pages:
+        if (held := np.count_nonzero(self.refs > 0)) + self.num_free != self.num_pages:
             raise CacheCorrupt(f"{held} pages held + {self.num_free} free is not {self.num_pages}: a page is lost")

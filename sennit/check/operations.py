@@ -31,8 +31,8 @@ MOST_SEQUENCES = 10
 WHOLE_EVERY = 50  # operations between two comparisons of every sequence's content
 POISONED = 0.05  # the part of operations after which all free pages are filled with NaN
 CHANCES = {  # of each operation, against the others
-    "step": 17, "fork": 22, "trim": 22, "add": 10, "remove": 9, "abort": 9, "refused": 8, "attend_only": 2.5,
-    "clear": 0.5,
+    "step": 14, "fork": 26, "trim": 26, "add": 11, "remove": 9, "refused": 7, "abort": 5, "attend_only": 2,
+    "clear": 0.4,
 }  # fmt: skip
 OPERATIONS = tuple(CHANCES)
 UP_TO = np.cumsum([*CHANCES.values()]) / sum(CHANCES.values())
@@ -180,7 +180,7 @@ class RandomUse:
     def _length(self, seq: int) -> int:
         """Where to cut a sequence: all of it, near its end, or anywhere."""
         stored, draw = self.cache.length(seq), self.rng.random()
-        lowest = stored if draw < 0.2 else max(0, stored - 6) if draw < 0.7 else 0
+        lowest = stored if draw < 0.2 else max(0, stored - 6) if draw < 0.85 else 0
         return int(self.rng.integers(lowest, stored + 1))
 
     def _cut(self, seq: int, length: int, cut: Callable[[], int | None]) -> int | None:
@@ -202,7 +202,7 @@ class RandomUse:
         return made
 
     def _items(self) -> list[tuple[int, int]]:
-        ids, most = list(self.twin.stored), 30 if self.rng.random() < 0.15 else 5
+        ids, most = list(self.twin.stored), 40 if self.rng.random() < 0.4 else 5
         chosen = self.rng.permutation(len(ids))[: int(self.rng.integers(0, 5))].tolist()
         return [(ids[i], int(count)) for i, count in zip(chosen, self.rng.integers(0, most, len(chosen)), strict=True)]
 

@@ -2,12 +2,13 @@
 
 from sennit.variants.graph import Graph
 from sennit.variants.library import alibi, causal, document, prefix_lm, relative_bias, sliding_window, soft_cap
-from sennit.variants.nodes import Capture, Node
+from sennit.variants.nodes import Capture, Kind, Node
 from sennit.variants.trace import trace
 
 __all__ = [
     "Capture",
     "Graph",
+    "Kind",
     "Node",
     "alibi",
     "causal",

@@ -122,7 +122,7 @@ def _to(r: Recorder, input: Any, dtype: Any) -> Symbol:
 
 
 def _new_full(r: Recorder, input: Any, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Any:
-    return r.made(torch.full(size, fill_value, dtype=dtype or _same(r, input).dtype, device="cpu"))
+    return r.made(torch.full(size, fill_value, dtype=dtype or _same(r, input).dtype))
 
 
 def _new_ones(r: Recorder, input: Any, size: Any, *, dtype: Any = None, device: Any = None) -> Any:
@@ -134,7 +134,7 @@ def _new_zeros(r: Recorder, input: Any, size: Any, *, dtype: Any = None, device:
 
 
 def _new_tensor(r: Recorder, input: Any, data: Any, *, dtype: Any = None, device: Any = None) -> Any:
-    return r.made(torch.tensor(data, dtype=dtype or _same(r, input).dtype, device="cpu"))
+    return r.made(torch.tensor(data, dtype=dtype or _same(r, input).dtype))
 
 
 def _full_like(r: Recorder, input: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Any:

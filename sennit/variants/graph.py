@@ -55,9 +55,10 @@ class Graph:
     def typed(self, score_dtype: torch.dtype = torch.float32) -> tuple[Node, ...]:
         """The nodes with every conversion of dtypes written out: what a backend prints, with no rule of promotion.
 
-        Constants have the dtype in which they are used (and keep all digits of a Python float). Arguments have the
-        dtype of their node, but for the condition of ``where`` (bool), the two sides of a comparison (one dtype,
-        int32 for an order of bools), the argument of ``cast``, and indices (int32 or int64). The last node is bool for
+        Constants have the dtype in which they are used; the value has all digits of the Python number and is rounded
+        once, to that dtype. Arguments have the dtype of their node, but for the condition of ``where`` (bool), the two
+        sides of a comparison (one dtype, int32 for an order of bools), the argument of ``cast``, and indices (int32 or
+        int64). Bools only meet in comparisons for equality, and, or, xor, not and where. The last node is bool for
         masks, ``score_dtype`` for scores.
 
         Args:

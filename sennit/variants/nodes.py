@@ -60,8 +60,8 @@ class Node:
     where                     ``b`` if ``a`` (a bool), else ``c``
     ========================  =========================================================================================
 
-    Dividing an int by zero, and casting a float that the int type cannot hold, may give any value but never fault:
-    pairs that no mask lets through may do so.
+    Every result is rounded to the node's dtype, float16 and bfloat16 included. Dividing an int by zero, and casting a
+    float that the int type cannot hold, may give any value but never fault: pairs that no mask lets through may do so.
 
     Attributes:
         op: the operation.

@@ -45,7 +45,7 @@ def _text(node: Node, args: list[tuple[str, int]]) -> tuple[str, int]:
     if node.op in PREFIX:
         return PREFIX[node.op] + _within(args[0], UNARY), UNARY
     if node.op == "const":
-        return repr(node.value), ATOM if repr(node.value)[0] != "-" else UNARY
+        return repr(node.value), ATOM
     listed = ", ".join(text for text, _ in args)
     if node.op == "index":
         return f"{node.value}[{listed}]" if args else str(node.value), ATOM

@@ -35,6 +35,10 @@ def trace(function: Callable[..., Any], kind: Kind) -> Graph:
     bound by a default or ``functools.partial``, or an attribute. They are read element by element,
     ``table[b, h]``, and only their names, dtypes and dimensions are kept.
 
+    The arguments are 0-dim tensors: the score float32, the others int32, and dtypes follow PyTorch's promotion with
+    float32 as the default. A layer of float64 evaluates the same graph with a score of float64, and what is promoted
+    with the score is then float64 too.
+
     Args:
         function: ``f(score, b, h, q_idx, kv_idx)`` or ``f(b, h, q_idx, kv_idx)``.
         kind: ``"score"`` or ``"mask"``.

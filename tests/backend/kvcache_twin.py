@@ -12,7 +12,7 @@ from sennit.kvcache import KVCache
 
 __all__ = [
     "SCALE", "Fault", "StepFault", "Twin", "assert_right", "assert_same_contents", "assert_same_state", "attend_all",
-    "contents", "gqa_spec", "host_state", "make_cache", "mla_spec", "whole_state",
+    "contents", "fill_with_nan", "gqa_spec", "host_state", "make_cache", "mla_spec", "whole_state",
 ]  # fmt: skip
 
 

@@ -33,7 +33,6 @@ from sennit.errors import (
     UnsupportedFeature,
 )
 
-
 ONE_GROUP = [gqa_spec(), gqa_spec(num_qo_heads=2), gqa_spec()]
 WINDOWS = [gqa_spec(window_left=6, num_sink_tokens=2), gqa_spec(num_qo_heads=2), gqa_spec(window_left=9)]
 
@@ -103,7 +102,7 @@ POINTS = {
     "commit": (Sequences, "commit"),
 }
 # How often a step comes by: once, or for each group, spec in a group, layer, or window.
-CALLS = {name: 1 for name in POINTS} | {"plan": 2, "copy_pages": 3, "append": 3, "run": 3, "release": 0}
+CALLS = dict.fromkeys(POINTS, 1) | {"plan": 2, "copy_pages": 3, "append": 3, "run": 3, "release": 0}
 CALLS_WITH_WINDOWS = CALLS | {"mark": 3, "alloc": 3, "unshare": 3, "plan": 3, "release": 2}
 CASES = [
     pytest.param(specs, name, call, after, id=f"{kind}-{name}-{call}-{'after' if after else 'before'}")

@@ -77,6 +77,27 @@ def test_restore_undoes_allocations_and_unsharing_in_the_exact_order():
     assert state(pool) == before
 
 
+def test_restore_puts_back_pages_that_were_taken_and_released_since():
+    """What a window does in one step: fresh pages, and shared ones of several holders, go back before the end."""
+    rng = np.random.default_rng(4)
+    pool = PagePool(24)
+    held = pool.alloc(24)
+    rng.shuffle(held)
+    pool.release(held[:12])
+    shared = held[12:14]
+    pool.share(shared)
+    before = state(pool)
+    mark = pool.mark(np.repeat(shared, 2), count=5)
+    fresh = pool.alloc(5)
+    pool.release(np.concatenate([np.repeat(shared, 2), fresh[[3, 1]]]))
+    assert pool.refs[shared].tolist() == [0, 0]
+    assert pool.num_free == 12 - 5 + 4
+    pool.check()
+    pool.restore(mark)
+    assert state(pool) == before
+    pool.check()
+
+
 def test_unshare_counts_every_occurrence():
     pool = PagePool(2)
     page = pool.alloc(1)

@@ -36,6 +36,7 @@ documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 2, 2, 2]])
 offsets = torch.tensor([0, 2, 5, 7])
 table = torch.randn(B, H, Q, K, generator=torch.Generator().manual_seed(1))
 temperature = torch.tensor(0.75)
+divisor = torch.ones(1)
 half_table = slopes.to(torch.bfloat16)
 
 
@@ -272,6 +273,9 @@ SCORES: list[Callable[..., Any]] = [
     lambda s, b, h, q, kv: torch.where(s > 0, float("inf"), float("nan")),
     lambda s, b, h, q, kv: sum([s, q, kv]) * math.pi,
     lambda s, b, h, q, kv: q - kv,
+    lambda s, b, h, q, kv: q + torch.tensor(3),
+    lambda s, b, h, q, kv: q + torch.tensor(0.5, dtype=torch.float64),
+    lambda s, b, h, q, kv: temperature.where(q < kv, 2.0) + torch.tensor(3.0).where(q > kv, s),
     lambda s, b, h, q, kv: s * temperature + torch.tanh(temperature) + (q > temperature),
     lambda s, b, h, q, kv: s + slopes[h] + slopes[0] + slopes[-1] + slopes[np.int64(1)] + slopes[torch.tensor(2)],
     lambda s, b, h, q, kv: s + slopes[kv % 3 - 3],
@@ -283,6 +287,7 @@ MASKS: list[Callable[..., Any]] = [
     lambda b, h, q, kv: ~(q < kv) & (kv < 3) | (h < 2),
     lambda b, h, q, kv: torch.logical_or(q, kv) & torch.logical_not(b) & ~torch.logical_xor(q - 1, kv),
     lambda b, h, q, kv: (q < kv) * (kv < 5) + (q == kv),
+    lambda b, h, q, kv: torch.minimum(q < kv, kv < 5) | torch.maximum(q < 2, h < 1),
     lambda b, h, q, kv: (q < kv) == (h < 1),
     lambda b, h, q, kv: ((q < kv) <= (h < 1)) | ((kv < 1) < (q < 1)),
     lambda b, h, q, kv: q / 2 < kv,
@@ -297,8 +302,16 @@ MASKS: list[Callable[..., Any]] = [
 def test_operations_give_what_calling_the_function_gives(number):
     kind, function = ("score", SCORES[number]) if number < len(SCORES) else ("mask", MASKS[number - len(SCORES)])
     captures = {c.name: globals()[c.name] for c in trace(function, kind).captures}
-    assert_traced_right(function, kind, **captures)
+    check_typed(assert_traced_right(function, kind, **captures))
     assert_traced_right(function, kind, torch.float64, **captures)
+
+
+def test_floor_division_of_floats_is_that_of_pytorch():
+    a, b = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(2))
+    a, b = torch.cat([a, 3 * b]), torch.cat([b, b])  # exact multiples among them
+    graph = trace(lambda s, b, h, q, kv: s // divisor[q], "score")
+    inputs = {name: torch.arange(len(a)) for name in SIZES} | {"score": a}
+    assert torch.equal(evaluate(graph, inputs, {"divisor": b}), a // b)
 
 
 def test_a_score_of_float64_keeps_its_digits_and_those_of_constants():
@@ -372,8 +385,11 @@ def check_typed(graph: Graph) -> None:
     nodes = graph.typed(torch.float64)
     for node in nodes:
         dtypes = {nodes[arg].dtype for arg in node.args}
+        if node.op == "const":
+            assert isinstance(node.value, float) == node.dtype.is_floating_point
         if node.op in COMPARISONS:
             assert len(dtypes) == 1
+            assert torch.bool not in dtypes or node.op in ("eq", "ne")
         elif node.op == "index":
             assert dtypes <= {torch.int32, torch.int64}
         elif node.op == "where":
@@ -381,6 +397,7 @@ def check_typed(graph: Graph) -> None:
             assert {nodes[arg].dtype for arg in node.args[1:]} == {node.dtype}
         elif node.op != "cast":
             assert dtypes <= {node.dtype}
+            assert node.dtype != torch.bool or node.op in ("const", "not", "and", "or", "xor")
     assert nodes[-1].dtype == (torch.float64 if graph.kind == "score" else torch.bool)
 
 
@@ -527,6 +544,13 @@ class Bias(torch.nn.Module):
         return score * self.plain[h]
 
 
+class Gains:
+    of_class = slopes
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self.of_class[h]
+
+
 def look_up(values, index):
     return values[index]
 
@@ -553,6 +577,7 @@ holder = type("Holder", (), {"inner": type("Inner", (), {"gains": slopes})})
         (functools.partial(lambda learned, score, b, h, q, kv: score + learned[h], slopes), "learned"),
         (bias_module, "weight"),
         (bias_module.method, "plain"),
+        (Gains(), "of_class"),
         (lambda s, b, h, q, kv: s + holder.inner.gains[h], "gains"),
         (lambda s, b, h, q, kv: s + look_up(slopes, h), "slopes"),
         (lambda s, b, h, q, kv: s + (lambda: slopes[h])(), "slopes"),
@@ -739,6 +764,7 @@ REFUSALS = [
     ("score", lambda s, b, h, q, kv: s + slopes[h / 2], ["an index into `slopes` of torch.float32, `h / 2`"]),
     ("score", lambda s, b, h, q, kv: s + slopes[h < 2], ["an index into `slopes` of torch.bool"]),
     ("score", lambda s, b, h, q, kv: s + slopes[h.to(torch.uint8)], ["torch.uint8", ".to(torch.int32)"]),
+    ("score", lambda s, b, h, q, kv: s + slopes[2**31], ["an index into `slopes`", "2147483648"]),
     ("score", lambda s, b, h, q, kv: s + slopes[0:2], ["an index into `slopes` that is of type slice"]),
     ("score", lambda s, b, h, q, kv: s + slopes[h:], ["an index into `slopes` that is of type slice"]),
     ("score", lambda s, b, h, q, kv: s + table[b, ..., h], ["of type ellipsis"]),
