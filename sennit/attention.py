@@ -485,7 +485,7 @@ class BatchAttention:
         if tensor.requires_grad:
             raise InvalidInput(
                 name, expected="a tensor without gradients", got="one with requires_grad=True",
-                hint="Sennit is for inference: run the model under torch.inference_mode() or torch.no_grad()",
+                hint="Sennit is for inference: run the model under torch.inference_mode(), and pass parameters as .detach()",
             )  # fmt: skip
 
 

@@ -72,9 +72,7 @@ def check(
             "--operations", min=0, metavar="N", help="Random cache operations for each backend.", show_default="1000"
         ),
     ] = None,
-    long: Annotated[
-        bool, typer.Option("--long", help="Make that 20000 batches and 1000000 operations.")
-    ] = False,
+    long: Annotated[bool, typer.Option("--long", help="Make that 20000 batches and 1000000 operations.")] = False,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of everything random.")] = 0,
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Run only the cases with matching names, such as 'pages/*'.")

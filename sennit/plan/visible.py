@@ -102,9 +102,8 @@ def largest_page(batch: Batch, segments: Segments, needed: Int64Array, page_size
     """
     if batch.pages is None or not isinstance(batch.pages.entries, np.ndarray):
         return -1
-    entries, starts, counts = batch.pages.entries, batch.pages.starts, needed
-    request = segments.request
-    if segments.window is not None and segments.window.left is not None:
+    entries, starts, counts, request = batch.pages.entries, batch.pages.starts, needed, segments.request
+    if segments.window is not None and not segments.inexact:
         first = np.minimum(window_starts(segments, request, np.zeros_like(request)) // page_size, needed)
         sinks = np.minimum(-(-segments.window.num_sinks // page_size), first)
         starts, counts = np.concatenate([starts, starts + first]), np.concatenate([sinks, needed - first])
@@ -116,6 +115,11 @@ def largest_page(batch: Batch, segments: Segments, needed: Int64Array, page_size
         visible = entries
     else:
         visible = entries[(starts - counts.cumsum() + counts).repeat(counts) + np.arange(total)]
+    if segments.window is not None and segments.inexact:
+        # Windows may begin earlier than the bounds say; what has no page there is skipped.
+        first = window_starts(segments, request, np.zeros_like(request)) // page_size
+        behind = np.arange(total) < (counts.cumsum() - counts + first).repeat(counts)
+        visible = np.where(behind & (visible < 0), 0, visible)
     # One pass for both ends: as an unsigned number a negative id is larger than any allowed one.
     largest = int(visible.view(f"u{visible.dtype.itemsize}").max())
     if largest > INT32_MAX or (visible.dtype.itemsize < 4 and visible.min() < 0):

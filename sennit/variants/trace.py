@@ -75,6 +75,7 @@ def trace(function: Callable[..., Any], kind: Kind) -> Graph:
             f"{kind}_mod",
             expected="a function that runs on stand-ins for 0-dim tensors",
             got=f"{type(error).__name__}: {error}{where}",
+            hint="make a tensor of a NumPy array outside the function" if isinstance(error, IndexError) else "",
         ) from error
     return Graph(kind, recorder.nodes.reachable(place), _name(function))
 
@@ -147,7 +148,9 @@ def _result(recorder: Recorder, result: Any, kind: Kind) -> int:
     if kind == "mask" and symbol.dtype != torch.bool:
         raise Refused(f"`{symbol}` of {symbol.dtype}", "compare it with something, as in `x != 0`", expected)
     if kind == "score" and symbol.dtype == torch.bool:
-        raise Refused(f"the bool `{symbol}`", "give it as mask_mod=, or use torch.where(x, score, -inf)", expected)
+        raise Refused(
+            f"the bool `{symbol}`", "give it as mask_mod=, or use torch.where(x, score, -float('inf'))", expected
+        )
     return symbol.place
 
 

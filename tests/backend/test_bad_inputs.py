@@ -306,7 +306,6 @@ CASES = [
     Case("merging LSEs of another dtype", lambda: merge(state(lse=torch.ones(3, 4, dtype=torch.float64))), I, ("states[0]: lse", "float32", "float64")),
     # Caches
     Case("a cache without layers", lambda: cache(specs=[]), I, ("specs",)),
-    Case("a cache of two storage forms", lambda: cache(specs=[SPEC, SPEC.replace(head_dim=16)]), U, ("layer groups",)),
     Case("a cache without a size", lambda: cache(num_tokens=None), I, ("memory", "num_tokens")),
     Case("a cache of memory that cannot be read", lambda: cache(num_tokens=None, memory="4 parsecs"), I, ("memory", "4 parsecs")),
     Case("an unknown sequence", lambda: cache().trim(7, length=0), sennit.UnknownSequence, ("7",)),

@@ -427,7 +427,7 @@ def test_wrong_arguments_are_refused(arguments, text):
         KVCache(**{"specs": [gqa_spec()], "device": "cpu"} | arguments)
 
 
-def test_token_trees_are_refused_by_name():
+def test_committing_token_trees_is_refused_by_name():
     cache = make_cache()
     a = cache.add()
     before = host_state(cache)

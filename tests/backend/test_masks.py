@@ -166,3 +166,22 @@ def test_with_fixed_splits_and_a_window_a_request_keeps_its_bits(window_left, de
     options = {"sm_scale": alone.sm_scale, "return_lse": True, **problem.run_options}
     for got, want in zip(attn.run(plan, problem.q, problem.kv, **options), expected, strict=True):
         assert torch.equal(got[40:45], want)
+
+
+def test_pages_that_only_an_exact_length_sees_are_checked_too():
+    spec = gqa(1, 8, kv_heads=1).replace(window_left=3)
+    attn = sennit.BatchAttention(spec, page_size=4, device="cpu")
+    pools = torch.zeros(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
+
+    def plan(table):
+        exact = torch.tensor([20], dtype=torch.int32)
+        return attn.plan(
+            sennit.Batch.padded(query_start_loc=[0, 1], seq_lens=[40], block_table=[table], kv_lens_device=exact)
+        )
+
+    good = plan([-1, -1, -1, -1, 1, 0, 0, 0, 0, 0])
+    assert attn.run(good, torch.zeros(1, 1, 8), pools, sm_scale=1.0).shape == (1, 1, 8)
+    with pytest.raises(sennit.PlanMismatch, match="more than 99 pages"):
+        attn.run(plan([0, 0, 0, 0, 99, 0, 0, 0, 0, 0]), torch.zeros(1, 1, 8), pools, sm_scale=1.0)
+    with pytest.raises(sennit.InvalidInput, match="page table of request 0"):
+        plan([0] * 9 + [-1])

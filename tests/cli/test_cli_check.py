@@ -20,21 +20,38 @@ def test_the_battery_passes_when_items_are_run_one_by_one(case):
 
 
 def test_names_are_unique_and_cover_what_is_promised():
-    names = [case.name for case in cases("reference", num_random=3)]
+    names = [case.name for case in cases("reference", num_random=3, num_operations=401)]
     assert len(set(names)) == len(names)
     groups = {name.partition("/")[0] for name in names}
-    assert groups == {"dims", "groups", "latent", "lengths", "pages", "packed", "splits", "append", "cache", "random"}
+    assert groups == {
+        "dims", "groups", "latent", "lengths", "pages", "packed", "splits", "masks", "functions", "append", "cache",
+        "random", "operations",
+    }  # fmt: skip
+    assert names[-3:] == ["operations/0", "operations/1", "operations/2"]
 
 
-@pytest.mark.parametrize("name", ["dims/64x64-bfloat16", "random/5"])
+def find(name, **options):
+    return next(case for case in cases("reference", **options) if case.name == name)
+
+
+@pytest.mark.parametrize("name", ["dims/64x64-bfloat16", "random/5", "operations/1"])
 def test_a_case_has_the_same_numbers_wherever_and_whenever_it_runs(name):
-    first, second = (next(c for c in cases("reference", num_random=n) if c.name == name) for n in (6, 9))
+    first, second = (find(name, num_random=n, num_operations=100 * n) for n in (6, 9))
     assert first.run() == second.run()
 
 
 def test_random_cases_depend_on_the_seed():
-    one, other = (next(c for c in cases("reference", num_random=1, seed=s) if c.group == "random") for s in (0, 1))
-    assert one.run().text != other.run().text
+    one, other = (find("random/0", num_random=1, seed=seed).run() for seed in (0, 1))
+    assert one.text != other.text
+    one, other = (find("operations/0", num_operations=60, seed=seed).run() for seed in (0, 1))
+    assert one.seen != other.seen
+
+
+def test_operations_are_as_many_as_were_asked_for():
+    from sennit.check.operations import OPERATIONS
+
+    found = [case.run().seen for case in cases("reference", num_random=0, num_operations=250) if case.group[0] == "o"]
+    assert [sum(seen[name] for name in OPERATIONS) for seen in found] == [200, 50]
 
 
 def run_case(backend, name):
@@ -74,16 +91,18 @@ def test_without_a_name_every_backend_that_can_run_here_is_checked(sennit, add_b
     assert [group["backend"] for group in result["groups"]] == ["reference", "reference-items"]
 
 
+@pytest.mark.parametrize("group", ["random", "operations"])
 @pytest.mark.parametrize("fault", ["inexact", "raising"])
-def test_a_failure_ends_with_exit_code_1_and_the_command_that_repeats_it(sennit, add_backend, fault):
+def test_a_failure_ends_with_exit_code_1_and_the_command_that_repeats_it(sennit, add_backend, fault, group):
     add_backend(fault, f"faulty_backends:{fault.upper()}")
-    options = ("--backend", fault, "--device", "cpu", "--seed", "4", "--random", "8", "--only", "random/*")
+    sizes = ("--seed", "4", "--random", "8", "--operations", "400")
+    options = ("--backend", fault, "--device", "cpu", *sizes, "--only", f"{group}/*")
     result = sennit("check", *options, "--json")
     found = json.loads(result.stdout)
     assert result.exit_code == 1
     assert not found["passed"]
     failure = found["failures"][0]
-    assert "page=" in failure["text"]
+    assert ("page=" if group == "random" else "operations: ") in failure["text"]
     assert ("no such kernel" in failure["text"]) == (fault == "raising")
     again = sennit(*shlex.split(failure["repeat"])[1:], "--json")
     assert again.exit_code == 1
@@ -92,6 +111,27 @@ def test_a_failure_ends_with_exit_code_1_and_the_command_that_repeats_it(sennit,
     assert printed.exit_code == 1
     assert failure["repeat"] in printed.stdout
     assert "--seed 4" in printed.stdout
+
+
+@pytest.mark.parametrize("fault", ["misplacing", "idle", "forgetful", "inexact"])
+def test_operations_find_what_is_wrong_with_stored_keys(sennit, add_backend, fault):
+    add_backend(fault, f"faulty_backends:{fault.upper()}")
+    result = json.loads(sennit("check", "--backend", fault, "--only", "operations/*", "--json").stdout)
+    assert result["failures"]
+    assert all("Disagreement" in failure["text"] for failure in result["failures"])
+
+
+def test_long_is_a_million_operations_and_20000_batches_of_which_each_runs_alone(sennit):
+    options = ("check", "--backend", "reference", "--device", "cpu", "--long", "--seed", "2")
+    last = json.loads(sennit(*options, "--only", "operations/4999", "--json").stdout)
+    assert last["passed"]
+    assert sum(last["groups"][0]["seen"].values()) >= 200
+    assert sennit(*options, "--only", "random/19999", "--json").exit_code == 0
+    for beyond in ("operations/5000", "random/20000"):
+        assert sennit(*options, "--only", beyond).exit_code == 2
+    fewer = sennit(*options, "--operations", "300", "--random", "3", "--only", "operations/*")
+    assert "2 of 2 cases right" in fewer.stdout
+    assert "fork" in fewer.stdout
 
 
 def test_what_is_not_supported_is_skipped_with_the_reason_and_not_failed(sennit, add_backend):

@@ -70,8 +70,10 @@ def test_a_lone_sequence_needs_no_room_to_grow_beside_others() -> None:
 sequences = st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=6)
 
 
-@given(sequences, st.lists(st.integers(0, 1), max_size=14), st.data())
-def test_index_finds_the_longest_common_prefix(known: list[list[int]], tokens: list[int], data: st.DataObject) -> None:
+@given(sequences, st.lists(st.integers(0, 1), max_size=14), st.lists(st.integers(0, 8), min_size=6), st.data())
+def test_index_finds_the_longest_common_prefix(
+    known: list[list[int]], tokens: list[int], shortest: list[int], data: st.DataObject
+) -> None:
     index = PrefixIndex(block_size=3)
     lengths = {}
     for sequence, theirs in enumerate(known):
@@ -87,13 +89,14 @@ def test_index_finds_the_longest_common_prefix(known: list[list[int]], tokens: l
         limit = min(lengths[sequence], len(tokens))
         return next((i for i in range(limit) if known[sequence][i] != tokens[i]), limit)
 
-    expected = max((common(sequence) for sequence in lengths), default=0)
-    found, length = index.find(tokens)
+    expected = max((n for sequence in lengths if (n := common(sequence)) >= shortest[sequence]), default=0)
+    found, length = index.find(tokens, shortest=shortest.__getitem__)
     if expected < 3:
         assert (found, length) == (None, 0)
     else:
         assert found is not None
         assert length == expected == common(found)
+        assert length >= shortest[found]
 
 
 def test_index_verifies_tokens_when_hashes_collide(monkeypatch: pytest.MonkeyPatch) -> None:
