@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -20,7 +19,7 @@ from sennit.plan.integers import INT32_MAX, host_integers
 from sennit.plan.plan import Plan, make_plan, plan_features
 from sennit.plan.tree import Tree
 from sennit.pools import KVLayout, nhd_views, split_pools
-from sennit.spec import AttentionSpec
+from sennit.spec import FLOAT32_MAX, AttentionSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -411,9 +410,8 @@ class BatchAttention:
             )
         if isinstance(sm_scale, (np.integer, np.floating)):
             sm_scale = sm_scale.item()
-        largest = sys.float_info.max
-        if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)) or not -largest <= sm_scale <= largest:
-            raise InvalidInput("sm_scale", expected="a finite number", got=repr(sm_scale))
+        if isinstance(sm_scale, bool) or not isinstance(sm_scale, (int, float)) or not abs(sm_scale) <= FLOAT32_MAX:
+            raise InvalidInput("sm_scale", expected="a finite number that fits float32", got=repr(sm_scale))
         return float(sm_scale)
 
     def _check_heads(self, name: str, tensor: object, *, wanted: bool, field: str) -> None:
@@ -451,11 +449,10 @@ class BatchAttention:
         return [given[name] for name in wanted]
 
     def _pools(self, name: str, kv: Any, *, paged: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        k, v = split_pools(name, kv, self.spec, paged=paged)
-        for tensor in (k, v):
-            if tensor is not None:
+        for tensor in kv if isinstance(kv, (tuple, list)) else (kv,):
+            if isinstance(tensor, torch.Tensor):
                 self._check_device(name, tensor)
-        return k, v
+        return split_pools(name, kv, self.spec, paged=paged)
 
     def _check_rows(
         self, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, rows: int | None = None
@@ -478,14 +475,15 @@ class BatchAttention:
         self._check_device(name, tensor)
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.layout != torch.strided:
-            raise InvalidInput(name, expected="a dense tensor", got=f"layout {tensor.layout}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            got = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+            raise InvalidInput(name, expected="a dense tensor", got=got)
         if tensor.device != self.device:
             raise InvalidInput(name, expected=f"a tensor on {self.device}", got=f"one on {tensor.device}")
         if tensor.requires_grad:
             raise InvalidInput(
                 name, expected="a tensor without gradients", got="one with requires_grad=True",
-                hint="Sennit is for inference: run the model under torch.inference_mode(), and pass parameters as .detach()",
+                hint="Sennit is for inference: use torch.inference_mode(), and pass parameters as .detach()",
             )  # fmt: skip
 
 

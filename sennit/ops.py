@@ -90,9 +90,13 @@ def _attend(
     _check_pages(k, arrays, operator)
     if env.debug():
         _check_device_data(arrays, page_table, kv_lens, k.shape[0], operator)
-    for name, tensor in (("out", out), ("lse", lse)):
-        if tensor is not None and not fresh:
-            _check_written(name, tensor, {"q": q})
+    names = [capture.name for capture in operator.spec.captures]
+    read = {"q": q, "k": k, "v": v, "sinks": sinks, "alibi_slopes": alibi_slopes, "packed_mask": packed_mask}
+    read.update(zip(names, captures, strict=True))
+    if not fresh:
+        _check_written("out", out, read)
+    if lse is not None:
+        _check_written("lse", lse, {**read, "out": out})
     if fresh and arrays[Header.NUM_TOKENS] < q.shape[0]:
         out.zero_()
     launch = Attend(
@@ -112,7 +116,7 @@ def _attend(
         packed_mask=packed_mask,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        captures={c.name: tensor for c, tensor in zip(operator.spec.captures, captures, strict=True)},
+        captures=dict(zip(names, captures, strict=True)),
     )
     with torch.autocast(q.device.type, enabled=False):
         registry.load(operator.backend).attend(launch)
@@ -183,7 +187,7 @@ def _operator(key: str) -> Operator:
 
 def _check_written(name: str, tensor: torch.Tensor, read: dict[str, torch.Tensor | None]) -> None:
     """Refuse memory that several elements share, that is read meanwhile, or that PyTorch will not let us write."""
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if not tensor.is_contiguous() and _overlaps_itself(tensor):
         raise InvalidInput(
             name, expected="memory of its own for every element", got=f"strides {tensor.stride()}", hint="call .clone()"
         )
@@ -195,6 +199,17 @@ def _check_written(name: str, tensor: torch.Tensor, read: dict[str, torch.Tensor
     for other, source in read.items():
         if source is not None and _overlap(tensor, source):
             raise InvalidInput(name, expected=f"memory that {other} does not have", got=f"memory of {other}")
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory: a step of some dimension is no longer than all shorter ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

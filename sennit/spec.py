@@ -15,8 +15,9 @@ import torch
 from sennit.errors import InvalidInput
 from sennit.variants import Capture, Graph, Kind, trace
 
-__all__ = ["QUERY_DTYPES", "AttentionSpec", "checked_integer"]
+__all__ = ["FLOAT32_MAX", "QUERY_DTYPES", "AttentionSpec", "checked_integer"]
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
 INTEGER_MAX = 2**31 - 1  # kernels count heads, dimensions and positions in 32 bits
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -119,9 +120,10 @@ class AttentionSpec:
             )
         if self.logits_soft_cap is not None:
             fill("logits_soft_cap", _checked_cap(self.logits_soft_cap))
+        captured: dict[str, torch.Tensor] = {}  # by both functions
         for name in ("score_mod", "mask_mod"):
             if getattr(self, name) is not None:
-                fill(name, _traced(name, getattr(self, name)))
+                fill(name, _traced(name, getattr(self, name), captured))
         self._check_captures()
 
     def _checked_dims(self) -> tuple[int | None, int, int]:
@@ -255,7 +257,7 @@ def checked_integer(name: str, value: object, *, minimum: int, hint: str = "") -
     return int(value)
 
 
-def _traced(name: str, function: object) -> Graph:
+def _traced(name: str, function: object, captured: dict[str, torch.Tensor]) -> Graph:
     kind: Kind = "score" if name == "score_mod" else "mask"
     if isinstance(function, Graph):
         if function.kind != kind:
@@ -263,7 +265,7 @@ def _traced(name: str, function: object) -> Graph:
         return function
     if not callable(function):
         raise InvalidInput(name, expected="a function", got=type(function).__name__)
-    return trace(function, kind)
+    return trace(function, kind, captured)
 
 
 def _checked_flag(name: str, value: object) -> bool:
@@ -277,6 +279,8 @@ def _checked_cap(value: object) -> float:
         cap = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
         cap = math.inf
-    if not 0 < cap < math.inf:
-        raise InvalidInput("logits_soft_cap", expected="a positive number", got=repr(value), hint="None means no cap")
+    if not 0 < cap <= FLOAT32_MAX:
+        raise InvalidInput(
+            "logits_soft_cap", expected="a positive number that fits float32", got=repr(value), hint="None means no cap"
+        )
     return cap

@@ -290,7 +290,8 @@ class RandomUse:
     def _poison(self) -> None:
         """What a page holds after it was freed must not matter."""
         for layer in self.twin.owners:
-            free = torch.from_numpy(self.cache._sequences.groups[self.cache._entry(layer).group].pool.free).long()
+            group = self.cache._sequences.groups[self.cache._entry(layer).group]
+            free = torch.from_numpy(group.pool.free).long().to(self.cache.device)
             pools = self.cache.pools(layer)
             for pool in [pools] if isinstance(pools, torch.Tensor) else pools:
                 pool[free] = torch.nan

@@ -44,9 +44,9 @@ class LatentRows:
         self._rows[layer_idx] = torch.cat([latent, rope], dim=-1)[0, 0]
         return latent[:, :, :1], rope[:, :, :1]
 
-    def take(self, layer_idx: int) -> torch.Tensor:
-        """Return what a layer handed over, ``[tokens, kv_lora_rank + qk_rope_head_dim]``, and forget it."""
-        return self._rows.pop(layer_idx)
+    def take(self, layer_idx: int) -> torch.Tensor | None:
+        """Return what a layer handed over, ``[tokens, kv_lora_rank + qk_rope_head_dim]``, if it did, and forget it."""
+        return self._rows.pop(layer_idx, None)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Zero: positions come from the step."""
@@ -92,12 +92,13 @@ def attend_latent(
         InvalidInput: nothing stood in for the cache.
         UnsupportedFeature: the weights cannot be absorbed.
     """
-    if rows is None:
+    latents = None if rows is None else rows.take(module.layer_idx)
+    if latents is None:
         raise InvalidInput(
             "sennit_latents",
-            expected="latent_keywords(model) among the arguments of the forward",
-            got="none",
-            hint="a latent layer hands its latents to what stands in for its cache",
+            expected="sennit.hf.latent.latent_keywords(model) among the arguments of the forward",
+            got="nothing that the layer's latents went to",
+            hint="they go to what stands in for a transformers cache",
         )
     _check_projection(module, query.dtype)
     nope, rope = module.qk_nope_head_dim, module.qk_rope_head_dim
@@ -105,7 +106,7 @@ def attend_latent(
     w_uk, w_uv = torch.split(weight, [nope, module.v_head_dim], dim=1)
     q_nope, q_rope = torch.split(query[0], [nope, rope], dim=-1)
     q = torch.cat([q_nope @ w_uk, q_rope], dim=-1).transpose(0, 1)
-    out: torch.Tensor = step.attend(module.layer_idx, q, rows.take(module.layer_idx), sm_scale=sm_scale)
+    out: torch.Tensor = step.attend(module.layer_idx, q, latents, sm_scale=sm_scale)
     return (out.transpose(0, 1) @ w_uv.transpose(1, 2)).transpose(0, 1)
 
 

@@ -11,6 +11,7 @@ import torch
 from sennit.cache.capacity import free_bytes
 from sennit.cache.demand import is_integer, pages_for
 from sennit.cache.groups import pages_of_window
+from sennit.cache.layout import StorageLayout, pages_of_windows
 from sennit.errors import InvalidInput
 from sennit.kvcache import KVCache
 from sennit.spec import AttentionSpec
@@ -36,15 +37,12 @@ def default_tokens(
     tokens the others have room for.
     """
 
+    layouts = [StorageLayout(spec, layers, page_size, "NHD") for spec, layers in Counter(specs).items()]
+    caps = [pages_of_windows(layout, max_requests, max_batch_tokens) for layout in layouts]
+
     def size(pages: int) -> int:
-        total = 0
-        for spec, layers in Counter(specs).items():
-            held = pages
-            if spec.window_left is not None:
-                kept = pages_of_window(spec.window_left, spec.num_sink_tokens, page_size)
-                held = min(pages, max_requests * kept + pages_for(max_batch_tokens, page_size))
-            total += layers * spec.kv_bytes_per_token * page_size * held
-        return total
+        held = (pages if cap is None else min(pages, cap) for cap in caps)
+        return sum(layout.bytes_per_page * count for layout, count in zip(layouts, held, strict=True))
 
     affordable = int(free_bytes(device) * FRACTION.get(device.type, 0.25))
     return max(1, bisect_right(range(1, pages_for(wanted, page_size) + 1), affordable, key=size)) * page_size

@@ -9,6 +9,7 @@ import torch
 
 from sennit.errors import CapacityExceeded
 from sennit.plan.cost import KernelConfig
+from sennit.plan.integers import INT32_MAX
 from sennit.plan.tensors import Int32Array, Layout
 from sennit.spec import checked_integer
 
@@ -86,6 +87,8 @@ class PlanBuffers:
             trees=max_requests * max_tree_nodes + max_tokens * -(-max_tree_nodes // 32),
             table=max_pages,
         )
+        if layout.offsets[-1] > INT32_MAX:
+            raise CapacityExceeded(f"buffers: {layout.offsets[-1]} words are more than an index of 32 bits reaches")
         try:
             array = torch.zeros(layout.offsets[-1], dtype=torch.int32, device=device)
         except RuntimeError as error:

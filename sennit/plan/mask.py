@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -39,15 +40,13 @@ def pack_mask(masks: Sequence[torch.Tensor]) -> torch.Tensor:
         raise InvalidInput("masks", expected="a list of one bool matrix a request", got=type(masks).__name__)
     parts = []
     for r, mask in enumerate(masks):
-        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
-            got = (
-                f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-            )
-            raise InvalidInput(f"masks[{r}]", expected="a bool tensor [q_len, kv_len]", got=got)
+        if not _is_dense(mask) or mask.dtype != torch.bool or mask.dim() != 2 or mask.is_meta:
+            raise InvalidInput(f"masks[{r}]", expected="a dense bool tensor [q_len, kv_len]", got=_described(mask))
         if mask.device != masks[0].device:
             raise InvalidInput(f"masks[{r}]", expected=f"a tensor on {masks[0].device}", got=f"one on {mask.device}")
-        bits = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
-        parts.append((bits << torch.arange(8, device=mask.device)).sum(dim=1).to(torch.uint8))
+        bits = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8).to(torch.uint8)
+        places = torch.arange(8, dtype=torch.uint8, device=mask.device)
+        parts.append((bits << places).sum(dim=1, dtype=torch.uint8))
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
 
 
@@ -65,10 +64,11 @@ def device_mask(mask: object, batch: Batch, device: torch.device, *, fixed: bool
         UnsupportedFeature: it is on the host, and must not be.
     """
     if isinstance(mask, np.ndarray) and mask.dtype == np.uint8:
-        mask = torch.from_numpy(np.ascontiguousarray(mask))
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.uint8 or mask.dim() != 1 or not mask.is_contiguous():
-        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise InvalidInput("packed_mask", expected="a contiguous uint8 tensor [bytes]", got=got, hint="see pack_mask")
+        mask = torch.from_numpy(mask.copy())  # PyTorch warns of read-only memory
+    if not _is_dense(mask) or mask.dtype != torch.uint8 or mask.dim() != 1 or not mask.is_contiguous():
+        raise InvalidInput(
+            "packed_mask", expected="a contiguous uint8 tensor [bytes]", got=_described(mask), hint="see pack_mask"
+        )
     total = int(mask_bytes(batch).sum())
     if len(mask) != total or total > INT32_MAX:
         raise InvalidInput(
@@ -83,3 +83,15 @@ def device_mask(mask: object, batch: Batch, device: torch.device, *, fixed: bool
     if fixed:
         raise UnsupportedFeature("packed_mask", "with into= it must be a device tensor, whose address you keep")
     return mask.pin_memory().to(device, non_blocking=True)
+
+
+def _is_dense(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if not _is_dense(value):
+        return f"a nested or sparse tensor ({value.layout})"
+    return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"

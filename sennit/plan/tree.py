@@ -17,6 +17,8 @@ __all__ = ["Tree", "read_trees"]
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
+MAX_NODES = 4096  # ancestors are a square matrix
+
 
 class Tree:
     """The tree that a request's last ``len(parents)`` keys form; those before them are committed.
@@ -29,7 +31,7 @@ class Tree:
             it, or -1 where it follows the last committed key.
 
     Raises:
-        InvalidInput: ``parents`` are not host integers, or one does not come before its node.
+        InvalidInput: ``parents`` are not host integers, are more than 4096, or one does not come before its node.
 
     >>> tree = Tree([-1, 0, 0, 1])  # a root, its two children, and a child of the first of these
     >>> tree.depths.tolist()
@@ -47,8 +49,16 @@ class Tree:
                 f"parents[{node}]", expected=f"an earlier node, -1 to {node - 1}", got=int(given[node]),
                 hint="-1 marks a node that follows the last committed token",
             )  # fmt: skip
+        if len(given) > MAX_NODES:
+            raise InvalidInput("parents", expected=f"at most {MAX_NODES} nodes", got=len(given))
         given.setflags(write=False)
-        self.parents: Int64Array = given
+        self._parents: Int64Array = given
+        self._words: dict[int, Int32Array] = {}
+
+    @property
+    def parents(self) -> Int64Array:
+        """int64 ``[nodes]``, read-only."""
+        return self._parents
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -70,12 +80,14 @@ class Tree:
         while len(nodes := np.flatnonzero(above >= 0)):  # each round doubles how far up the rows have looked
             sees[nodes] |= sees[above[nodes]]
             above[nodes] = above[above[nodes]]
+        sees.setflags(write=False)
         return sees
 
     @cached_property
     def depths(self) -> Int64Array:
         """int64 ``[nodes]``: ancestors of each node, itself not counted."""
         depths: Int64Array = self.ancestors.sum(axis=1, dtype=np.int64) - 1
+        depths.setflags(write=False)
         return depths
 
     @property
@@ -88,10 +100,14 @@ class Tree:
 
         Bit ``j % 32`` of word ``j // 32`` of a node's :attr:`row_words` words says whether it sees node ``j``.
         """
+        if q_len in self._words:
+            return self._words[q_len]
         bits = np.zeros((q_len, 32 * self.row_words), bool)
         bits[:, : len(self)] = self.ancestors[len(self) - q_len :]
         packed = np.packbits(bits, axis=1, bitorder="little").view("<u4").astype(np.uint32)
-        return np.concatenate([self.depths.astype(np.int32), packed.view(np.int32).ravel()])
+        words = np.concatenate([self.depths.astype(np.int32), packed.view(np.int32).ravel()])
+        words.setflags(write=False)
+        return self._words.setdefault(q_len, words)
 
 
 def read_trees(

@@ -111,15 +111,16 @@ def largest_page(batch: Batch, segments: Segments, needed: Int64Array, page_size
     total = int(counts.sum())
     if not total:
         return -1
-    if len(entries) == total:  # no request needs more than it has, so every entry is visible
+    if segments.window is None and len(entries) == total:  # no request has more than it needs, so all are visible
         visible = entries
     else:
         visible = entries[(starts - counts.cumsum() + counts).repeat(counts) + np.arange(total)]
     if segments.window is not None and segments.inexact:
         # Windows may begin earlier than the bounds say; what has no page there is skipped.
         first = window_starts(segments, request, np.zeros_like(request)) // page_size
-        behind = np.arange(total) < (counts.cumsum() - counts + first).repeat(counts)
-        visible = np.where(behind & (visible < 0), 0, visible)
+        entry = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
+        behind = (entry < first.repeat(counts)) & (entry >= -(-segments.window.num_sinks // page_size))
+        visible = np.where(behind & (visible == -1), 0, visible)
     # One pass for both ends: as an unsigned number a negative id is larger than any allowed one.
     largest = int(visible.view(f"u{visible.dtype.itemsize}").max())
     if largest > INT32_MAX or (visible.dtype.itemsize < 4 and visible.min() < 0):

@@ -103,6 +103,18 @@ def _relu(r: Recorder, input: Any, inplace: bool = False) -> Symbol:
     return r.apply("maximum", input, 0)
 
 
+def _sigmoid(r: Recorder, input: Any) -> Symbol:
+    x = _same(r, input)
+    x = x if x.dtype.is_floating_point else r.cast(x, torch.float32)
+    result: Symbol = 1 / (1 + r.apply("exp", r.apply("neg", x)))
+    return result
+
+
+def _masked_fill(r: Recorder, input: Any, mask: Any, value: Any) -> Symbol:
+    x = _same(r, input)
+    return _where(r, mask, r.cast(value, x.dtype), x)
+
+
 def _where(r: Recorder, condition: Any, input: Any, other: Any) -> Symbol:
     return r.apply("where", condition, input, other)
 
@@ -157,9 +169,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "square": lambda r, input: _power(r, input, 2),
     "reciprocal": lambda r, input: r.apply("truediv", 1, input),
     "rsqrt": lambda r, input: r.apply("truediv", 1, r.apply("sqrt", input)),
-    "sigmoid": lambda r, input: 1 / (1 + r.apply("exp", r.apply("neg", input))),
+    "sigmoid": _sigmoid,
     "where": _where,
-    "masked_fill": lambda r, input, mask, value: _where(r, mask, value, input),
+    "masked_fill": _masked_fill,
 }
 OPERATORS: dict[str, Callable[..., Any]] = {
     **{name: _binary(name) for name in ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge")},

@@ -58,8 +58,9 @@ class Graph:
         Constants have the dtype in which they are used; the value has all digits of the Python number and is rounded
         once, to that dtype. Arguments have the dtype of their node, but for the condition of ``where`` (bool), the two
         sides of a comparison (one dtype, int32 for an order of bools), the argument of ``cast``, and indices (int32 or
-        int64). Bools only meet in comparisons for equality, and, or, xor, not and where. The last node is bool for
-        masks, ``score_dtype`` for scores.
+        int64). Bools only meet in comparisons for equality, and, or, xor, not and where. Arithmetic of float16 and
+        bfloat16 is done in float32 and cast back, as PyTorch does it. The last node is bool for masks, ``score_dtype``
+        for scores.
 
         Args:
             score_dtype: in which the score is given: float32 or float64. Values that depend on it follow, those that do

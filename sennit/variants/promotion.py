@@ -18,6 +18,8 @@ DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, *INDEX_DTYPES, *FLOA
 ORDERINGS = ("lt", "le", "gt", "ge")
 COMPARISONS = ("eq", "ne", *ORDERINGS)
 OF_FLOATS = ("exp", "exp2", "log", "log2", "tanh", "sqrt", "sin", "cos", "floor", "truediv", "pow")
+HALVES = (torch.float16, torch.bfloat16)
+ROUNDED = (*OF_FLOATS, "add", "sub", "mul", "mod")  # their results have more digits than their arguments
 DEFAULTS = (torch.bool, torch.int64, torch.float32)  # what Python's bool, int and float become; not the ambient default
 
 
@@ -75,6 +77,9 @@ def typed(nodes: Sequence[Node], score_dtype: torch.dtype, output_dtype: torch.d
         untyped.append(node)
         if node.op == "cast":
             places.append(converted(node.args[0], node.dtype))
+        elif node.dtype in HALVES and node.op in ROUNDED:
+            args = [converted(arg, torch.float32) for arg in node.args]
+            places.append(made.add("cast", node.dtype, (made.add(node.op, torch.float32, args),)))
         else:
             dtypes = operand_dtypes(node.op, operands) if operands else ()
             args = [converted(arg, dtype) for arg, dtype in zip(node.args, dtypes, strict=True)]

@@ -28,12 +28,18 @@ class Recorder:
     Args:
         find: gives what records a function or method of torch, by its name.
         name_of: finds the user's variable that holds a tensor.
+        captures: the tensors that have been read so far, by name.
     """
 
-    def __init__(self, find: Callable[[str], Callable[..., Any]], name_of: Callable[[torch.Tensor], str]) -> None:
+    def __init__(
+        self,
+        find: Callable[[str], Callable[..., Any]],
+        name_of: Callable[[torch.Tensor], str],
+        captures: dict[str, torch.Tensor],
+    ) -> None:
         self.nodes = NodeList()
         self.find, self._name_of = find, name_of
-        self._captures: dict[str, torch.Tensor] = {}
+        self._captures = captures
         self._made: dict[int, torch.Tensor] = {}  # by id: what the function made of numbers alone, its constants
 
     def argument(self, name: str) -> Symbol:

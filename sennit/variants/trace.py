@@ -25,7 +25,7 @@ RANDOM = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multin
 ASKED = ("dtype", "device", "ndim", "dim", "layout", "requires_grad", "is_floating_point", "hash", "repr", "format")
 
 
-def trace(function: Callable[..., Any], kind: Kind) -> Graph:
+def trace(function: Callable[..., Any], kind: Kind, captured: dict[str, torch.Tensor] | None = None) -> Graph:
     """Trace a function with FlexAttention's signature.
 
     The function runs once, with a stand-in for each argument: its arithmetic, comparisons, calls of torch and tensor
@@ -42,6 +42,8 @@ def trace(function: Callable[..., Any], kind: Kind) -> Graph:
     Args:
         function: ``f(score, b, h, q_idx, kv_idx)`` or ``f(b, h, q_idx, kv_idx)``.
         kind: ``"score"`` or ``"mask"``.
+        captured: tensors that other functions read, by name, to which those of this one are added; for functions that
+            are given their captures together, so that no name may stand for two tensors.
 
     Raises:
         InvalidInput: the function does something else; the text shows where, and what to write instead.
@@ -55,10 +57,10 @@ def trace(function: Callable[..., Any], kind: Kind) -> Graph:
     >>> graph.captures
     (Capture(name='slopes', dtype=torch.float32, ndim=1),)
     """
-    if kind not in INPUTS:
+    if not isinstance(kind, str) or kind not in INPUTS:
         raise InvalidInput("kind", expected=" or ".join(map(repr, INPUTS)), got=repr(kind))
     _check_signature(function, kind)
-    recorder = Recorder(find, functools.partial(name_of, below=trace.__code__))
+    recorder = Recorder(find, functools.partial(name_of, below=trace.__code__), {} if captured is None else captured)
     arguments = [recorder.argument(name) for name in INPUTS[kind]]
     try:
         with torch.device("cpu"), _Recording(recorder):  # constants made inside are read, whatever the default device

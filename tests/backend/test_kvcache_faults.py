@@ -105,17 +105,20 @@ POINTS = {
 CALLS = dict.fromkeys(POINTS, 1) | {"plan": 2, "copy_pages": 3, "append": 3, "run": 3, "release": 0}
 CALLS_WITH_WINDOWS = CALLS | {"mark": 3, "alloc": 3, "unshare": 3, "plan": 3, "release": 2}
 CASES = [
-    pytest.param(specs, name, call, after, id=f"{kind}-{name}-{call}-{'after' if after else 'before'}")
-    for kind, specs, calls in (("one group", ONE_GROUP, CALLS), ("windows", WINDOWS, CALLS_WITH_WINDOWS))
+    pytest.param(specs, name, call, after, error, id=f"{kind}-{name}-{call}-{'after' if after else 'before'}-{what}")
+    for kind, specs, calls, errors in (
+        ("one group", ONE_GROUP, CALLS, {"exception": Fault, "interrupt": KeyboardInterrupt}),
+        ("windows", WINDOWS, CALLS_WITH_WINDOWS, {"interrupt": KeyboardInterrupt}),
+    )
     for name, count in calls.items()
     for call in range(count)
     for after in (False, True)
+    for what, error in errors.items()
     if (name, after) != ("commit", True)  # it is done then
 ]
 
 
-@pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["exception", "interrupt"])
-@pytest.mark.parametrize(("specs", "name", "call", "after"), CASES)
+@pytest.mark.parametrize(("specs", "name", "call", "after", "error"), CASES)
 def test_a_failure_at_any_point_leaves_no_trace(specs, name, call, after, error):
     scene = Scene(specs)
     owner, attribute = POINTS[name]

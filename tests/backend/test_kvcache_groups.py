@@ -40,8 +40,7 @@ CACHES = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize(("page_size", "layout"), [(1, "NHD"), (3, "HND"), (16, "NHD")])
 @pytest.mark.parametrize("name", CACHES)
 def test_steps_store_and_attend_as_a_dictionary_of_tensors_does(name, page_size, layout, backend, device):
     """Chunks shorter and longer than the windows, decode, forks, trims, with NaN in every free slot."""
@@ -128,8 +127,7 @@ def _pools(cache, layer):
 # Windows with their tensors
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("chunk", [1, 5, 7, 40])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 5), (4, 1), (4, 7), (4, 40), (16, 1), (16, 40)])
 def test_long_generation_stays_in_the_pages_of_its_window(chunk, page_size):
     """Freed pages are used again at once: with room for nothing else, any other page would be overwritten."""
     spec = gqa_spec(window_left=6, num_sink_tokens=2)

@@ -341,20 +341,23 @@ def interrupted(operation, wanted):
     return False
 
 
+@pytest.mark.parametrize(
+    "specs", [[gqa_spec()], [gqa_spec(), gqa_spec(window_left=4)]], ids=["one group", "two groups"]
+)
 @pytest.mark.parametrize("name", ["add", "fork", "trim", "remove", "clear"])
-def test_clear_makes_a_cache_as_good_as_new_after_an_interrupt_anywhere(name):
+def test_clear_makes_a_cache_as_good_as_new_after_an_interrupt_anywhere(name, specs):
     line = 0
     for line in range(1000):
-        cache = make_cache(num_pages=20)
+        cache = make_cache(specs, num_pages=20)
         twin = Twin(cache)
         a = twin.add(9)
-        twin.fork(a, 7)
+        twin.fork(a, max(7, cache.shortest(a)))
         for _ in range(14):
             twin.add()  # the table is full: what adds a row makes it grow
         operation = {
             "add": cache.add,
             "fork": lambda a=a, cache=cache: cache.fork(a),
-            "trim": lambda a=a, cache=cache: cache.trim(a, length=1),
+            "trim": lambda a=a, cache=cache: cache.trim(a, length=max(1, cache.shortest(a))),
             "remove": lambda a=a, cache=cache: cache.remove(a),
             "clear": cache.clear,
         }[name]
@@ -362,7 +365,7 @@ def test_clear_makes_a_cache_as_good_as_new_after_an_interrupt_anywhere(name):
             break
         cache.clear()
         cache.check()
-        assert cache.free_pages == 20
+        assert cache.free_pages == cache.num_pages
         twin.stored.clear()
         twin.step([(twin.add(), 11), (twin.add(), 3)], verify=True)
         twin.check()

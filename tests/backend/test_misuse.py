@@ -157,9 +157,9 @@ sys.stdout.buffer.write(pickle.dumps(attn.plan(sennit.Batch.parse("3@9 + 1@5", p
     object.__setattr__(plan, "key", plan.key)
     torch.testing.assert_close(attn.run(plan, q, pools, sm_scale=1.0), attn.run(own, q, pools, sm_scale=1.0))
     stranger = dataclasses.replace(plan, key="nobody/knows/it").tensors
-    arguments = (stranger.host, stranger.device, stranger.page_table, stranger.stamp, None)
+    arguments = (stranger.host, stranger.device, stranger.page_table, stranger.stamp, None, None, None, None, [])
     refused(
-        lambda: torch.ops.sennit.attend("nobody", q, *pools, torch.empty(4, 4, 8), None, *arguments, None, None, None, [], 1.0, True),
+        lambda: torch.ops.sennit.attend("nobody", q, *pools, torch.empty(4, 4, 8), None, *arguments, 1.0, True),
         "key", "nobody",
     )  # fmt: skip
 
@@ -186,3 +186,80 @@ def test_buffers_and_backends_of_the_wrong_kind_are_named():
     slots = sennit.Batch.csr(qo_indptr=[0, 1], kv_lens=[1], kv_indptr=[0, 1], kv_indices=[0], slot_mapping=[0])
     buffers = attn.buffers(max_requests=2, max_tokens=2, max_pages=2)
     refused(lambda: attn.plan(slots, into=buffers), "slot_mapping", "device", error=sennit.UnsupportedFeature)
+
+
+def test_results_are_not_written_over_what_is_read_or_over_each_other():
+    spec = SPEC.replace(learned_sinks=True)
+    attn = sennit.BatchAttention(spec, page_size=4, device="cpu")
+    plan = attn.plan(sennit.Batch.parse("8@8", page_size=4))
+    memory = torch.zeros(4096)
+    pools = memory[:128].view(2, 4, 2, 8), torch.zeros(2, 4, 2, 8)
+    q = torch.randn(8, 4, 8)
+
+    def run(**options):
+        return attn.run(plan, q, pools, sm_scale=1.0, **{"sinks": torch.zeros(4), **options})
+
+    refused(lambda: run(out=memory[:256].view(8, 4, 8)), "out", "memory of k")
+    refused(lambda: run(out=memory[512:768].view(8, 4, 8), sinks=memory[600:604]), "out", "memory of sinks")
+    refused(lambda: run(out=memory[512:768].view(8, 4, 8), lse=memory[512:544].view(8, 4)), "lse", "memory of out")
+    refused(lambda: run(out=memory.as_strided((8, 4, 8), (16, 8, 1), 512)), "out", "of its own for every element")
+    run(out=memory[512:768].view(8, 4, 8), lse=memory[768:800].view(8, 4))
+    run(out=memory.as_strided((8, 4, 8), (1, 64, 8), 512))  # transposed, but every element has its place
+
+
+def test_nested_tensors_are_refused_by_name():
+    nested = torch.nested.nested_tensor([torch.zeros(2, 8), torch.zeros(3, 8)])
+    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu")
+    plan = attn.plan(sennit.Batch.parse("3@9", page_size=4))
+    pools = torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8)
+    refused(lambda: attn.run(plan, nested, pools, sm_scale=1.0), "q", "nested")
+    refused(lambda: attn.run(plan, torch.zeros(3, 4, 8), (nested, nested), sm_scale=1.0), "kv_pages", "nested")
+    refused(lambda: attn.run(plan, torch.zeros(3, 4, 8), nested, sm_scale=1.0), "kv_pages", "nested")
+    refused(lambda: attn.plan(plan.batch, packed_mask=nested), "packed_mask", "nested")
+    refused(lambda: sennit.pack_mask([nested]), "masks[0]", "nested")
+    refused(lambda: sennit.pack_mask([torch.ones(2, 2).bool().to_sparse()]), "masks[0]", "sparse")
+
+
+def test_trees_cannot_be_changed():
+    tree = sennit.Tree([-1, 0, 0])
+    for array in (tree.parents, tree.depths, tree.ancestors, tree.words(2)):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
+    with pytest.raises(AttributeError):
+        tree.parents = np.zeros(3, np.int64)
+    refused(lambda: sennit.Tree(range(-1, 5000)), "parents", "4096", "5001")
+
+
+def test_two_tensors_of_one_name_in_the_functions_of_a_spec_are_refused():
+    def score(table):
+        return lambda score, b, h, q_idx, kv_idx: score + table[h]
+
+    def mask(table):
+        return lambda b, h, q_idx, kv_idx: table[h] > 0
+
+    one = torch.ones(4)
+    assert len(SPEC.replace(score_mod=score(one), mask_mod=mask(one)).captures) == 1
+    refused(lambda: SPEC.replace(score_mod=score(one), mask_mod=mask(one.clone())), "mask_mod", "two different tensors")
+
+
+def test_numbers_that_do_not_fit_float32_are_refused():
+    refused(lambda: SPEC.replace(logits_soft_cap=1e39), "logits_soft_cap", "float32")
+    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu")
+    plan = attn.plan(sennit.Batch.parse("3@9", page_size=4))
+    pools = torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8)
+    refused(lambda: attn.run(plan, torch.zeros(3, 4, 8), pools, sm_scale=1e39), "sm_scale", "float32")
+
+
+def test_the_request_whose_page_is_wrong_is_named_with_windows_too():
+    attn = sennit.BatchAttention(SPEC.replace(window_left=4, num_sink_tokens=4), page_size=4, device="cpu")
+    lengths = {"qo_indptr": [0, 1, 2], "kv_lens": [9, 9], "kv_indptr": [0, 3, 6]}
+    refused(lambda: attn.plan(sennit.Batch.csr(**lengths, kv_indices=[0, 1, 2, -5, 4, 5])), "request 1", "-5")
+    exact = torch.tensor([9, 9], dtype=torch.int32)
+    table = [0, 1, 2, -1, 4, 5]  # sink pages are never given back
+    refused(lambda: attn.plan(sennit.Batch.csr(**lengths, kv_indices=table, kv_lens_device=exact)), "request 1", "-1")
+
+
+def test_buffers_beyond_32_bit_offsets_are_refused():
+    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu")
+    with pytest.raises(sennit.CapacityExceeded, match="32 bits"):
+        attn.buffers(max_requests=4, max_tokens=4, max_pages=4, max_tree_nodes=2**31 - 1)
