@@ -71,7 +71,7 @@ KINDS: Mapping[str, dict[str, Any]] = {
         "specs": [FULL, LOCAL, FULL.replace(num_qo_heads=1), LOCAL.replace(window_left=2)],
         "page_size": 4, "num_tokens": 128, "kv_owner": {6: 4, 7: 5}, "layers": range(4, 8),
     },
-    "owner of a window": {
+    "window over a full owner": {
         "specs": [FULL, LOCAL], "page_size": 4, "num_tokens": 128, "kv_owner": {9: 8}, "layers": range(8, 10)
     },
 }  # fmt: skip

@@ -837,3 +837,24 @@ def test_arguments_are_of_no_use_after_the_trace():
         trace(lambda s, b, h, q, kv: s + kept[0], "score")
     with pytest.raises(AttributeError, match="after the function has returned"):
         torch.tanh(kept[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)
+def test_a_sigmoid_of_integers_is_one_of_floats(dtype):
+    counts = torch.tensor([9, 100, 127], dtype=dtype)
+    assert_traced_right(lambda score, b, h, q_idx, kv_idx: score + torch.sigmoid(counts[h]), "score", counts=counts)
+
+
+def test_what_is_filled_in_takes_the_dtype_of_what_it_replaces():
+    function = lambda score, b, h, q_idx, kv_idx: score + h.masked_fill(q_idx > kv_idx, 2.5)  # noqa: E731
+    assert_traced_right(function, "score")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_numbers_beside_half_precision_are_not_rounded_to_it(dtype):
+    small = torch.tensor([1e-3, 2e-3, 3e-3], dtype=dtype)
+    graph = trace(lambda score, b, h, q_idx, kv_idx: score + small[h] * 1e6, "score")
+    torch.testing.assert_close(evaluated(graph, scores(), small=small), scores() + (small * 1e6).view(1, H, 1, 1))
+    far = trace(lambda score, b, h, q_idx, kv_idx: score + small[h] * (q_idx - kv_idx), "score")
+    inputs = {name: torch.tensor(n) for name, n in {"b": 0, "h": 0, "q_idx": 70_000, "kv_idx": 0}.items()}
+    assert evaluate(far, {"score": torch.zeros(()), **inputs}, {"small": small}).item() == pytest.approx(70, rel=0.01)
