@@ -48,11 +48,13 @@ class KVCache:
             It is divided so that every group holds the same number of tokens.
         num_tokens: or, instead, how many tokens each group has room for; rounded up to whole pages.
         max_sequences: most sequences that there will be at a time, forks included. A group with a window then takes no
-            more than those need: window, sink tokens and two pages each, and one step of ``max_step_tokens``; with
-            ``memory`` the rest goes to the other groups. It only decides sizes, and those of windows alone: more
-            sequences are placed as long as there are pages.
+            more than those need: window, ``max_trim``, sink tokens and two pages each, and one step of
+            ``max_step_tokens``; with ``memory`` the rest goes to the other groups. It only decides sizes, and those of
+            windows alone: more sequences are placed as long as there are pages.
         max_step_tokens: new tokens of the largest step for which windows keep room, as the tokens of a step are all
             stored until it ends; with ``max_sequences`` only, and 2048 when left out.
+        max_trim: windows keep the pages of so many tokens more, so that a sequence can always be trimmed to so many
+            below the longest it has been: to drop the drafts of a speculative step.
         kv_layout: ``"NHD"`` or ``"HND"``; the first on a GPU and the second on a CPU when left out.
         backend: as in :class:`BatchAttention`.
         layers: global indices of the layers, a range of step 1 as long as ``specs``, for one stage of a pipeline:
@@ -112,6 +114,7 @@ class KVCache:
         num_tokens: int | None = None,
         max_sequences: int | None = None,
         max_step_tokens: int | None = None,
+        max_trim: int = 0,
         kv_layout: KVLayout | None = None,
         backend: str = "auto",
         layers: range | None = None,
@@ -134,7 +137,8 @@ class KVCache:
         layouts = [
             StorageLayout(owners[0].spec, len(owners), self.page_size, self.kv_layout) for owners in self._layers.owners
         ]
-        caps = _caps(layouts, max_sequences, max_step_tokens)
+        max_trim = checked_integer("max_trim", max_trim, minimum=0)
+        caps = _caps(layouts, max_sequences, max_step_tokens, max_trim)
         counts = count_pages(memory, num_tokens, layouts, caps, self.device)
         try:  # the storage first: too much is refused before the host's lists of that many pages are written
             self._storages = [KVStorage(*sizes, self.device) for sizes in zip(layouts, counts, strict=True)]
@@ -144,7 +148,7 @@ class KVCache:
             raise refuse_size(argument, layouts, counts, self.device) from error
         self.num_pages = sum(counts)
         self.num_tokens = max(counts) * self.page_size
-        self._sequences = Sequences(_page_groups(self._layers, pools, self.page_size))
+        self._sequences = Sequences(_page_groups(self._layers, pools, self.page_size, max_trim))
         self._mirror = TableMirror(self.device)
         self._parts = CacheParts(
             self._layers,
@@ -431,7 +435,9 @@ class KVCache:
         return self._layers.entries[self._layers.position(layer)]
 
 
-def _caps(layouts: Sequence[StorageLayout], max_sequences: int | None, max_step_tokens: int | None) -> list[int | None]:
+def _caps(
+    layouts: Sequence[StorageLayout], max_sequences: int | None, max_step_tokens: int | None, max_trim: int
+) -> list[int | None]:
     """Most pages of each group, or None where only ``memory`` or ``num_tokens`` decides."""
     if max_sequences is None:
         if max_step_tokens is not None:
@@ -442,12 +448,12 @@ def _caps(layouts: Sequence[StorageLayout], max_sequences: int | None, max_step_
         return [None] * len(layouts)
     sequences = checked_integer("max_sequences", max_sequences, minimum=1)
     tokens = checked_integer("max_step_tokens", STEP_TOKENS if max_step_tokens is None else max_step_tokens, minimum=1)
-    return [pages_of_windows(layout, sequences, tokens) for layout in layouts]
+    return [pages_of_windows(layout, sequences, tokens, max_trim) for layout in layouts]
 
 
-def _page_groups(layers: CacheLayers, pools: Sequence[PagePool], page_size: int) -> list[PageGroup]:
+def _page_groups(layers: CacheLayers, pools: Sequence[PagePool], page_size: int, max_trim: int) -> list[PageGroup]:
     specs = [owners[0].spec for owners in layers.owners]
     return [
-        PageGroup(pool, page_size, spec.window_left, spec.num_sink_tokens, name)
+        PageGroup(pool, page_size, spec.window_left, spec.num_sink_tokens, name, max_trim)
         for pool, spec, name in zip(pools, specs, layers.group_names, strict=True)
     ]

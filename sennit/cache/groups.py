@@ -17,13 +17,13 @@ Int64Array = NDArray[np.int64]
 SLACK_PAGES = 2  # of a sequence: where its window begins inside a page, and where its next token goes
 
 
-def pages_of_window(window_left: int, num_sink_tokens: int, page_size: int) -> int:
+def pages_of_window(window_left: int, num_sink_tokens: int, page_size: int, max_trim: int = 0) -> int:
     """Pages that a window keeps of a sequence at most, one for its next token included.
 
     >>> pages_of_window(31, 4, page_size=16)
     5
     """
-    return pages_for(window_left, page_size) + pages_for(num_sink_tokens, page_size) + SLACK_PAGES
+    return pages_for(window_left + max_trim, page_size) + pages_for(num_sink_tokens, page_size) + SLACK_PAGES
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PageGroup:
 
         page 0       sink_pages          released        pages_for(n)
         |-- sinks kept --|---- released ----|---- kept -------|
-                                     <= n - reach             n
+                                <= n - sight - max_trim       n
 
     Attributes:
         pool: the pages.
@@ -43,6 +43,7 @@ class PageGroup:
         window_left: keys more than this many positions behind a row are hidden from it; None: no limit.
         num_sink_tokens: the first tokens, which the window never hides.
         name: of the group, for the errors of caches with more than one.
+        max_trim: a sequence can always be cut to so many tokens below the longest it has been.
     """
 
     pool: PagePool
@@ -50,6 +51,7 @@ class PageGroup:
     window_left: int | None = None
     num_sink_tokens: int = 0
     name: str = ""
+    max_trim: int = 0
 
     @property
     def sink_pages(self) -> int:
@@ -57,8 +59,8 @@ class PageGroup:
         return pages_for(self.num_sink_tokens, self.page_size)
 
     @property
-    def reach(self) -> int:
-        """Positions before the next row whose pages are kept: the window's, and the last token's whatever it sees."""
+    def sight(self) -> int:
+        """Positions before the next row whose pages it needs: the window's, and the last token's whatever it sees."""
         assert self.window_left is not None
         return max(self.window_left, 1)
 
@@ -69,19 +71,21 @@ class PageGroup:
     def kept_at_most(self) -> int:
         """Pages that a sequence of any length needs beside those of a step's tokens."""
         assert self.window_left is not None
-        return pages_of_window(self.window_left, self.num_sink_tokens, self.page_size)
+        return pages_of_window(self.window_left, self.num_sink_tokens, self.page_size, self.max_trim)
+
+    def hidden_after(self, lengths: Int64Array) -> Int64Array:
+        """Up to where pages are hidden from the next rows of sequences of these lengths, sinks aside."""
+        return np.zeros_like(lengths) if self.window_left is None else (lengths - self.sight) // self.page_size
 
     def released_after(self, lengths: Int64Array, released: Int64Array) -> Int64Array:
         """Up to where pages are released once sequences have these lengths, given what was released before."""
-        if self.window_left is None:
-            return released
-        return np.maximum((lengths - self.reach) // self.page_size, released)
+        return np.maximum(self.hidden_after(lengths - self.max_trim), released)
 
     def shortest(self, released: int) -> int:
         """The least length from which on everything that a row can see is held (0: nothing was released)."""
         if self.window_left is None or released <= self.sink_pages:
             return 0
-        return released * self.page_size + self.reach
+        return released * self.page_size + self.sight
 
     def holds(self, length: int, released: int) -> bool:
         """Whether everything is held that rows from position ``length`` on can see of the first ``length`` tokens."""

@@ -83,7 +83,7 @@ def _check_windows(sequences: Sequences, index: int, group: PageGroup) -> None:
     """Pages are released as far as the window of a sequence's next row goes at most, and never sinks."""
     tables, used = sequences.tables, np.array(list(sequences.slots.values()), np.int64)
     released, lengths = tables.released[index][used], tables.lengths[used]
-    allowed = group.released_after(lengths, np.full_like(lengths, group.sink_pages))
+    allowed = np.maximum(group.hidden_after(lengths), group.sink_pages)
     if len(wrong := np.flatnonzero((released < group.sink_pages) | (released > allowed))):
         slot = used[wrong[0]]
         raise CacheCorrupt(

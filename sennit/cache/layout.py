@@ -73,7 +73,7 @@ def read_page_size(page_size: object) -> int:
     return int(page_size)
 
 
-def pages_of_windows(group: StorageLayout, max_sequences: int, max_step_tokens: int) -> int | None:
+def pages_of_windows(group: StorageLayout, max_sequences: int, max_step_tokens: int, max_trim: int = 0) -> int | None:
     """Pages that so many sequences and one step of so many tokens need of a group with a window; None without one.
 
     The step's tokens are all held until it ends.
@@ -81,7 +81,7 @@ def pages_of_windows(group: StorageLayout, max_sequences: int, max_step_tokens: 
     spec, size = group.spec, group.page_size
     if spec.window_left is None:
         return None
-    held = pages_of_window(spec.window_left, spec.num_sink_tokens, size)
+    held = pages_of_window(spec.window_left, spec.num_sink_tokens, size, max_trim)
     return max_sequences * held + pages_for(max_step_tokens, size)
 
 

@@ -322,7 +322,8 @@ class Sequences:
             shortest, stored = self.shortest(seq), self.length(seq)
             raise PagesReleased(
                 f"sequence {seq} cannot go back to {length} tokens: its window has released pages that rows after them "
-                f"see; any length from {shortest} to its {stored} is possible, and so is starting again",
+                f"see; any length from {shortest} to its {stored} is possible, and so is starting again; a cache with "
+                f"max_trim= keeps more",
                 sequence=seq,
                 length=length,
                 shortest=shortest,
@@ -370,7 +371,7 @@ class Sequences:
         for group, released in zip(self.groups, self.tables.released[:, slots], strict=True):
             if group.window_left is None:
                 continue
-            first, shortest = lengths - counts, released * group.page_size + group.reach
+            first, shortest = lengths - counts, released * group.page_size + group.sight
             if len(wrong := np.flatnonzero((counts > 0) & (released > group.sink_pages) & (first < shortest))):
                 seq, start, least = ids[wrong[0]], int(first[wrong[0]]), int(shortest[wrong[0]])
                 raise PagesReleased(

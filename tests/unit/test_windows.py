@@ -125,6 +125,23 @@ def test_a_cut_is_right_or_refused_at_every_length(window_left, sinks, page_size
             check_sequences(sequences)
 
 
+@pytest.mark.parametrize("sinks", [0, 5])
+@pytest.mark.parametrize("max_trim", [1, 4, 9])
+def test_the_last_max_trim_tokens_can_always_be_taken_back(max_trim, sinks):
+    rng = np.random.default_rng(max_trim)
+    group = PageGroup(PagePool(60), 4, 6, sinks, max_trim=max_trim)
+    sequences = Sequences([group])
+    seq, longest = sequences.add(), 0
+    for _ in range(200):
+        write(sequences, [(seq, int(rng.integers(1, 12)))])
+        assert len(sequences.pages(seq)[sequences.pages(seq) >= 0]) <= group.kept_at_most()
+        longest = max(longest, sequences.length(seq))
+        back = min(max(longest - int(rng.integers(0, max_trim + 1)), 0), sequences.length(seq))
+        sequences.trim(seq, back)
+        assert needed(back, 6, sinks) <= set(held(sequences, seq))
+        check_sequences(sequences)
+
+
 def test_a_sequence_cut_into_its_sinks_grows_and_slides_again():
     sequences = windowed(4, sinks=5)
     (a,) = grown(sequences, 30)
