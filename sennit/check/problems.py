@@ -87,6 +87,7 @@ def make_problem(
     pool: str = "pair",
     causal: Sequence[bool] | bool = True,
     gaps: bool = False,
+    bounds: Sequence[int] | None = None,
     functions: Functions | None = None,
     trees: Sequence[Sequence[int] | None] | None = None,
     masked: bool = False,
@@ -105,6 +106,7 @@ def make_problem(
         pool: ``"pair"`` of tensors, ``"interleaved"`` in one, or ``"strided"`` views into larger ones.
         causal: one flag, or one a request.
         gaps: leave query rows that no request covers, and order requests differently in the query tensor.
+        bounds: upper bounds that the host is told instead of ``kv_lens``, which then only the device has; with pages.
         functions: go into the spec.
         trees: parents of each request's last keys, or None.
         masked: hide a random third of all pairs by a packed mask.
@@ -130,7 +132,8 @@ def make_problem(
         q[start : start + q_len] = normal(q_len, spec.num_qo_heads, spec.head_dim_qk, dtype=spec.dtype)
     lengths = {
         "qo_indptr": _cast(np.append(0, np.cumsum(q_lens, dtype=np.int64)), length_dtype),
-        "kv_lens": _cast(kv_lens, length_dtype),
+        "kv_lens": _cast(kv_lens if bounds is None else bounds, length_dtype),
+        "kv_lens_device": None if bounds is None else torch.tensor(kv_lens, dtype=torch.int32, device=device),
     }
     starts = q_starts if gaps else None
     if page_size is None:
@@ -146,7 +149,8 @@ def make_problem(
     for name, wanted in (("sinks", spec.learned_sinks), ("alibi_slopes", spec.alibi)):
         if wanted:
             run_options[name] = normal(spec.num_qo_heads, dtype=torch.float32)
-    masks = [torch.from_numpy(rng.random((m, n)) < 0.67).to(q.device) for m, n in zip(q_lens, kv_lens, strict=True)]
+    shapes = zip(q_lens, kv_lens if bounds is None else bounds, strict=True)
+    masks = [torch.from_numpy(rng.random(shape) < 0.67).to(q.device) for shape in shapes]
     plan_options: dict[str, Any] = {"packed_mask": pack_mask(masks).to(q.device)} if masked else {}
     if trees is not None:
         plan_options["tree"] = [None if parents is None else Tree(parents) for parents in trees]
@@ -159,7 +163,7 @@ def make_problem(
             alibi_slopes=run_options.get("alibi_slopes"),
             sinks=run_options.get("sinks"),
             parents=None if trees is None else trees[r],
-            mask=masks[r] if masked else None,
+            mask=masks[r][:, : kv_lens[r]] if masked else None,
             score_mod=None if functions is None else _closed_over(functions.score_mod, captures),
             mask_mod=None if functions is None else _closed_over(functions.mask_mod, captures),
             request=r,
@@ -168,7 +172,7 @@ def make_problem(
     ]
     text = (
         f"{batch} {spec} page={page_size} {kv_layout} {form} {pool} causal={flags} gaps={gaps} trees={trees} "
-        f"masked={masked}"
+        f"masked={masked} kv_lens={list(kv_lens)}"
     )
     scale = float(rng.choice([1.0, 0.5, 2.0])) * spec.head_dim_qk**-0.5
     return Problem(
@@ -213,18 +217,22 @@ def random_problem(
         functions = random_functions(rng, heads=heads, requests=count, positions=positions, dtype=_wide(dtype))
     if rng.random() < 0.2:
         trees = [_random_tree(rng, m, n) for m, n in zip(q_lens, kv_lens, strict=True)]
-    lengths_fit = [d for d in LENGTH_DTYPES if np.iinfo(d).max >= max(sum(q_lens), max(kv_lens, default=0))]
+    page_size = None if rng.random() < 0.15 else int(rng.choice([1, 2, 3, 5, 8, 16, 64]))
+    bounds = [n + int(rng.integers(0, 40)) for n in kv_lens] if page_size and rng.random() < 0.2 else None
+    longest = max(bounds or kv_lens, default=0)
+    lengths_fit = [d for d in LENGTH_DTYPES if np.iinfo(d).max >= max(sum(q_lens), longest)]
     return make_problem(
         rng,
         spec,
         q_lens,
         kv_lens,
-        page_size=None if rng.random() < 0.15 else int(rng.choice([1, 2, 3, 5, 8, 16, 64])),
+        page_size=page_size,
         kv_layout="NHD" if rng.random() < 0.5 else "HND",
         form=str(rng.choice(["csr", "padded"])),
         pool=str(rng.choice(pools)),
         causal=[bool(rng.random() < 0.7) or bool(trees and trees[r]) for r in range(count)],
         gaps=bool(rng.random() < 0.3),
+        bounds=bounds,
         functions=functions,
         trees=trees,
         masked=bool(rng.random() < 0.15),
@@ -302,8 +310,7 @@ def _packed(
     values: list[torch.Tensor],
     device: torch.device,
 ) -> tuple[Batch, Any]:
-    padding = rng.integers(0, 3, len(keys))
-    extents = np.asarray([len(k) for k in keys], np.int64) + padding
+    extents = lengths["kv_lens"].astype(np.int64) + rng.integers(0, 3, len(keys))
     indptr = np.append(0, np.cumsum(extents, dtype=np.int64))
     packed = []
     for tensors, dim in ((keys, spec.head_dim_qk), (values, spec.head_dim_vo)):
@@ -313,7 +320,10 @@ def _packed(
             rows[start : start + len(tensor)] = tensor
         packed.append(rows)
     batch = Batch.ragged(
-        qo_indptr=lengths["qo_indptr"], kv_indptr=indptr, kv_lens=lengths["kv_lens"], qo_starts=q_starts
+        qo_indptr=lengths["qo_indptr"],
+        kv_indptr=indptr,
+        kv_lens=lengths["kv_lens"],
+        qo_starts=q_starts,
     )
     return batch, packed[0][:, 0] if spec.latent else tuple(packed)
 
@@ -332,6 +342,7 @@ def _paged(
     pool: str,
     device: torch.device,
 ) -> tuple[Batch, Any]:
+    exact = lengths["kv_lens_device"]
     counts = [-(-len(k) // page_size) for k in keys]
     num_pages = sum(counts) + int(rng.integers(1, 5))
     shuffled = rng.permutation(num_pages)[: sum(counts)].tolist()
@@ -343,17 +354,24 @@ def _paged(
         for j, page in enumerate(table):
             part = slice(j * page_size, min((j + 1) * page_size, len(k)))
             if behind.issuperset(range(j * page_size, (j + 1) * page_size)):
-                table[j] = int(rng.choice(ABSURD_PAGES))
+                # Where only the device knows where windows begin, the host can tell no other id from a wrong one.
+                table[j] = -1 if exact is not None else int(rng.choice(ABSURD_PAGES))
                 continue
             for tensor, view in zip((k, v), views, strict=False):
                 view[page, : part.stop - part.start] = tensor[part]
-    width = max(counts, default=0) + int(rng.integers(0, 3))
+    for table, bound in zip(tables, lengths["kv_lens"].tolist(), strict=True):
+        table += rng.integers(0, num_pages, -(-bound // page_size) - len(table)).tolist()
+    width = max(map(len, tables), default=0) + int(rng.integers(0, 3))
     if form == "padded":
         padded = np.asarray(rng.choice(ABSURD_PAGES, (len(tables), width)), np.int64)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
         batch = Batch.padded(
-            query_start_loc=lengths["qo_indptr"], seq_lens=lengths["kv_lens"], block_table=padded, qo_starts=q_starts
+            query_start_loc=lengths["qo_indptr"],
+            seq_lens=lengths["kv_lens"],
+            kv_lens_device=exact,
+            block_table=padded,
+            qo_starts=q_starts,
         )
     else:
         spare = [[*table, int(rng.choice(ABSURD_PAGES))] if rng.random() < 0.3 else table for table in tables]
@@ -362,6 +380,7 @@ def _paged(
             kv_lens=lengths["kv_lens"],
             kv_indptr=np.append(0, np.cumsum([len(table) for table in spare], dtype=np.int64)),
             kv_indices=np.asarray([page for table in spare for page in table], np.int64),
+            kv_lens_device=exact,
             qo_starts=q_starts,
         )
     return batch, pools

@@ -55,7 +55,8 @@ def _new_tokens(problem: Problem) -> Iterator[tuple[int, int, int, int, int]]:
     batch, size = problem.batch, problem.page_size
     assert batch.pages is not None
     assert size is not None
-    for request, (start, q_len, kv_len) in enumerate(zip(batch.q_starts, batch.q_lens, batch.kv_lens, strict=True)):
+    kv_lens = map(len, problem.keys)
+    for request, (start, q_len, kv_len) in enumerate(zip(batch.q_starts, batch.q_lens, kv_lens, strict=True)):
         for position in range(max(0, int(kv_len - q_len)), int(kv_len)):
             page = int(batch.pages.entries[int(batch.pages.starts[request]) + position // size])
             yield int(start + position - (kv_len - q_len)), request, position, page, position % size
