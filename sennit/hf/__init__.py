@@ -16,6 +16,7 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 16
 
 from sennit.hf.attention import register
 from sennit.hf.batcher import Batcher
+from sennit.hf.forward import step_keywords
 from sennit.hf.generation import generate, stream
 from sennit.hf.loading import load
 from sennit.hf.models import check_supported, layer_specs
@@ -33,6 +34,7 @@ __all__ = [
     "generate",
     "layer_specs",
     "load",
+    "step_keywords",
     "stream",
 ]
 

@@ -65,9 +65,9 @@ def attention_forward(
         dropout: must be 0.
         **kwargs: ``sennit_step=step`` makes this a packed step: ``batch`` is 1, its tokens are those of the open
             :class:`sennit.KVCache` step, whose cache holds everything before them; layers that store latents also
-            need ``sennit_latents`` (:func:`sennit.hf.latent.latent_keywords`). A window (``sliding_window``), soft cap
-            (``softcap``) or learned sinks (``s_aux``, ``[num_qo_heads]``) are taken from the architectures that have
-            them. Anything else that would change the result is refused.
+            need ``sennit_latents`` (:func:`sennit.hf.step_keywords` gives all of them). A window (``sliding_window``),
+            soft cap (``softcap``) or learned sinks (``s_aux``, ``[num_qo_heads]``) are taken from the architectures
+            that have them. Anything else that would change the result is refused.
 
     Returns:
         ``([batch, q_length, num_qo_heads, head_dim], None)``; a query that sees no key gives zeros.

@@ -38,7 +38,8 @@ class Batcher:
     Each :meth:`step` is one forward pass over packed tokens: one of every request that decodes, and as much of the
     prompts as the token budget allows. When memory runs out, finished sequences that were kept for their prefixes go
     first; then the request that started last is put back at the front of the queue and computed again later. A request
-    that fills the whole cache alone ends with finish reason ``"capacity"``. The same calls give the same steps.
+    that fills the whole cache alone ends with finish reason ``"capacity"``; windows in all layers keep it from that,
+    once the cache has room for them. The same calls give the same steps.
 
     A request is decoded greedily unless it asks for a temperature, whatever sampling settings the model's generation
     configuration has. What is drawn for a request depends on its logits and its seed alone, not on what shares its
@@ -54,12 +55,13 @@ class Batcher:
         tokenizer: its tokenizer; None when prompts are token ids (texts are then empty).
         memory: of the cache: ``"4GiB"``, bytes, or a fraction of what is free.
         num_tokens: or its size in tokens. Without either it holds ``max_requests`` sequences of the model's full
-            length, or takes a sensible part of the free memory if that is less. Layers with a window take only what
-            ``max_requests`` windows need.
+            length, or takes a sensible part of the free memory if that is less. Layers with a window take at most
+            what ``max_requests`` windows and a step of ``max_batch_tokens`` need, and leave the rest to the others.
         page_size: tokens a page; also the unit in which prefixes are found.
         max_batch_tokens: tokens that a step computes at most; longer prompts are cut into chunks.
         max_requests: requests that run at the same time.
-        share_prefixes: fork what another request has computed already.
+        share_prefixes: fork what another request has computed already: any prefix of at least a page, or, in a model
+            with windows, of a sequence that the prompt continues from where its windows still are.
         split_size: keys of a fixed chunk of attention, so that a request's attention has the same bits whatever shares
             the step; see :meth:`sennit.BatchAttention.plan`. None lets the planner choose.
         backend: of the cache's attention, ``"auto"`` or a name.
@@ -185,18 +187,11 @@ class Batcher:
         max_new_tokens = positive("max_new_tokens", max_new_tokens)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         text = TextStream(self._tokenizer, stop_strings(stop, self._tokenizer))
-        ends = stop_tokens(eos_token_id, self._generation_config)
-        tokens = encode(prompt, self._tokenizer, raw=raw, vocab_size=self._vocab_size)
-        if len(tokens) >= self._context:
-            raise InvalidInput(
-                "prompt",
-                expected=f"fewer tokens than the model's context length, {self._context}",
-                got=f"{len(tokens)} tokens",
-                hint="shorten it; the model's positions do not go further",
-            )
+        ends = stop_tokens(eos_token_id, self._generation_config, vocab_size=self._vocab_size)
+        tokens = encode(prompt, self._tokenizer, raw=raw, vocab_size=self._vocab_size, context_length=self._context)
         if len(tokens) + 1 > self._capacity:
             raise CapacityExceeded(
-                f"prompt: its {len(tokens)} tokens and one new one do not fit the cache of {self._capacity} tokens; "
+                f"a prompt of {len(tokens)} tokens and one new one do not fit the cache of {self._capacity} tokens; "
                 "give the batcher more memory or shorten the prompt"
             )
         new = min(max_new_tokens, self._context - len(tokens))

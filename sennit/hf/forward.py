@@ -10,17 +10,56 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sennit.errors import SennitError
+from sennit.errors import InvalidInput, SennitError
 from sennit.hf.attention import NAME
 from sennit.hf.drawing import NO_TOKEN, Choice, choose
 from sennit.hf.latent import latent_keywords
 from sennit.hf.models import check_supported
 
-__all__ = ["PackedForward"]
+__all__ = ["PackedForward", "step_keywords"]
 
 # Who may run a model with its attention setting changed; one lock for each model.
 _TURNS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 _TURNS_LOCK = threading.Lock()
+
+
+def step_keywords(model: Any, step: Any) -> dict[str, Any]:
+    """Return the keywords that make a forward of a model a packed step over a :class:`sennit.KVCache`.
+
+    ``model(ids, **step_keywords(model, step))`` computes the step's tokens, packed into one row ``ids``, int64
+    ``[1, step.num_tokens]``: it appends them to the cache, and its logits are those of every token after all that its
+    sequence holds. They are ``position_ids``, ``use_cache=False``, ``sennit_step``, and for a model with latent layers
+    what takes their latents. Ask for them anew in every step.
+
+    Args:
+        model: a transformers causal language model of a supported architecture, its attention set to ``"sennit"``.
+        step: an open step of a cache made of ``sennit.hf.layer_specs(model)``.
+
+    Raises:
+        UnsupportedModel, UnsupportedFeature: see :func:`sennit.hf.check_supported`.
+        InvalidInput: the model's attention is not Sennit's, and would know nothing of the step.
+        StepClosed: the step is not open.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import sennit
+    >>> tiny = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, attn_implementation="sennit", **tiny)).eval()
+    >>> cache = sennit.KVCache(sennit.hf.layer_specs(model), num_tokens=64, device="cpu")
+    >>> with torch.inference_mode(), cache.step([(cache.add(), 3), (cache.add(), 2)]) as step:
+    ...     logits = model(torch.tensor([[5, 6, 7, 8, 9]]), **step_keywords(model, step)).logits
+    >>> logits.shape
+    torch.Size([1, 5, 32])
+    """
+    latent = check_supported(model.config).latent
+    if model.config._attn_implementation != NAME:
+        raise InvalidInput(
+            "model",
+            expected=f"attention set to {NAME!r}",
+            got=repr(model.config._attn_implementation),
+            hint=f"call model.set_attn_implementation({NAME!r})",
+        )
+    keywords = {"position_ids": step.positions[None], "use_cache": False, "sennit_step": step}
+    return keywords | (latent_keywords(model) if latent else {})
 
 
 class PackedForward:
@@ -34,7 +73,6 @@ class PackedForward:
         self._model = model
         with _TURNS_LOCK:
             self._turn = _TURNS.setdefault(model, threading.RLock())
-        self._latent = check_supported(model.config).latent
         configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_dict")]
         self._configs = list({id(config): config for config in configs}.values())
         # transformers takes a 4-D mask for a finished one and hands it on. Left to itself it would look for several
@@ -59,12 +97,9 @@ class PackedForward:
             logits = self._model(
                 input_ids=device[None, : len(ids)],
                 attention_mask=self._no_mask,
-                position_ids=step.positions[None],
-                use_cache=False,
                 logits_to_keep=device[len(ids) :],
                 return_dict=True,
-                sennit_step=step,
-                **(latent_keywords(self._model) if self._latent else {}),
+                **step_keywords(self._model, step),
             ).logits[0]
             tokens = choose(logits, choices)
             if not logprobs:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sennit.hf.batcher import MAX_BATCH_TOKENS, MAX_NEW_TOKENS, MAX_REQUESTS, PAGE_SIZE, Batcher
-from sennit.hf.models import layer_specs, model_device, vocab_size
-from sennit.hf.options import BatcherOptions, Options, OptionsByPrompt, RequestOptions
+from sennit.hf.models import context_length, layer_specs, model_device, vocab_size
+from sennit.hf.options import Options, OptionsByPrompt, split_options
 from sennit.hf.prompts import Prompt, check_prompts, encode
 from sennit.hf.requests import Completion, Event
 from sennit.hf.sizing import default_tokens, positive, tokens_for
@@ -46,8 +46,9 @@ def generate(
         One completion a prompt, in the prompts' order.
 
     Raises:
-        InvalidInput, UnsupportedModel, UnsupportedFeature, CapacityExceeded: see :class:`sennit.hf.Batcher` and its
-            ``submit``; nothing has been computed then.
+        InvalidInput: an option does not exist (the text lists those that do); else see :class:`sennit.hf.Batcher` and
+            its ``submit``. What is wrong with one prompt is told of ``prompts[i]``. Nothing has been computed then.
+        UnsupportedModel, UnsupportedFeature, CapacityExceeded: likewise.
 
     >>> from transformers import Qwen3Config, Qwen3ForCausalLM
     >>> tiny = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 1}
@@ -78,19 +79,19 @@ def stream(
     Yields:
         Events in the order in which they happen; ``event.request`` is the index of the prompt.
     """
-    specs, size = layer_specs(model), vocab_size(model)  # refuses a model by name before anything is asked of it
+    of_requests, own = split_options(options)
+    specs = layer_specs(model)  # refuses a model by name before anything is asked of it
+    vocabulary, context = vocab_size(model), context_length(model.config)
     listed = check_prompts(prompts)
-    asked = OptionsByPrompt(
-        {k: v for k, v in options.items() if k in RequestOptions.__annotations__}, count=len(listed)
-    )
-    own: Any = {k: v for k, v in options.items() if k not in RequestOptions.__annotations__}
+    asked = OptionsByPrompt(of_requests, count=len(listed))
     requests, lengths = [], []
     for i, prompt in enumerate(listed):
         with asked.named(i):
             request = asked[i]
             raw = request.pop("raw", False)
-            ids = encode(prompt, tokenizer, raw=raw, vocab_size=size, argument=f"prompts[{i}]")
-            lengths.append(len(ids) + positive("max_new_tokens", request.get("max_new_tokens", MAX_NEW_TOKENS)))
+            ids = encode(prompt, tokenizer, raw=raw, vocab_size=vocabulary, context_length=context)
+            new = positive("max_new_tokens", request.get("max_new_tokens", MAX_NEW_TOKENS))
+            lengths.append(min(len(ids) + new, context))
             requests.append((ids, request))
     if own.get("memory") is None and own.get("num_tokens") is None:
         own["num_tokens"] = _cache_tokens(specs, model_device(model), lengths, own)
@@ -98,6 +99,9 @@ def stream(
     for i, (ids, request) in enumerate(requests):
         with asked.named(i):
             batcher.submit(ids, **request)
+    if not requests:  # an option that is wrong for all prompts is wrong for none, too
+        batcher.submit([0], **asked.shared)
+        batcher.close()
     return _events(batcher)
 
 
@@ -108,7 +112,7 @@ def _events(batcher: Batcher) -> Generator[Event, None, None]:
 
 
 def _cache_tokens(
-    specs: Sequence[AttentionSpec], device: torch.device, lengths: Sequence[int], options: BatcherOptions
+    specs: Sequence[AttentionSpec], device: torch.device, lengths: Sequence[int], options: Mapping[str, Any]
 ) -> int:
     page_size = positive("page_size", options.get("page_size", PAGE_SIZE))
     max_requests = positive("max_requests", options.get("max_requests", MAX_REQUESTS))

@@ -17,6 +17,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (None, 1),
     "encoder_repetition_penalty": (None, 1),
     "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
     "guidance_scale": (None, 1),
@@ -53,15 +54,16 @@ def check_generation_config(generation_config: Any) -> None:
             )
 
 
-def stop_tokens(eos_token_id: int | Sequence[int] | None, generation_config: Any) -> frozenset[int]:
+def stop_tokens(eos_token_id: int | Sequence[int] | None, generation_config: Any, *, vocab_size: int) -> frozenset[int]:
     """Return the tokens that end a request: those given, or else those of the model's generation configuration.
 
     An empty list means that no token does.
 
     Raises:
-        InvalidInput: ``eos_token_id`` is neither an integer nor a sequence of integers.
+        InvalidInput: ``eos_token_id`` is neither an integer nor a sequence of integers, or not below ``vocab_size``: a
+            token that the model does not have would never come. (Those of the configuration may be: nobody asked.)
 
-    >>> sorted(stop_tokens([2, 5], None)), sorted(stop_tokens([], None))
+    >>> sorted(stop_tokens([2, 5], None, vocab_size=8)), sorted(stop_tokens([], None, vocab_size=8))
     ([2, 5], [])
     """
     given: Any = eos_token_id if eos_token_id is not None else getattr(generation_config, "eos_token_id", None)
@@ -70,4 +72,7 @@ def stop_tokens(eos_token_id: int | Sequence[int] | None, generation_config: Any
     ids = list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
     if not all(map(is_integer, ids)):
         raise InvalidInput("eos_token_id", expected="an integer or a list of integers", got=repr(given))
+    outside = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if outside is not None and eos_token_id is not None:
+        raise InvalidInput("eos_token_id", expected=f"token ids from 0 to {vocab_size - 1}", got=outside)
     return frozenset(map(int, ids))

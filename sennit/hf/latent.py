@@ -58,11 +58,10 @@ class LatentRows:
 
 
 def latent_keywords(model: Any) -> dict[str, Any]:
-    """Return the further keywords with which a packed step of a model with latent layers is called.
+    """Return the keywords with which one packed step of a model with latent layers is called beside the others.
 
-    ``model(ids, position_ids=step.positions[None], use_cache=False, sennit_step=step, **latent_keywords(model))``;
-    fresh ones for every step. They are the stand-in for a cache, under the name that transformers gives the argument
-    (``past_key_values`` up to 5.23, ``cache`` from 5.24) and under the one by which the attention function finds it.
+    They are the stand-in for a cache, under the name that transformers gives the argument (``past_key_values`` up to
+    5.23, ``cache`` from 5.24) and under the one by which the attention function finds it.
     """
     rows = LatentRows()
     arguments = inspect.signature(type(model).forward).parameters
@@ -96,7 +95,7 @@ def attend_latent(
     if latents is None:
         raise InvalidInput(
             "sennit_latents",
-            expected="sennit.hf.latent.latent_keywords(model) among the arguments of the forward",
+            expected="sennit.hf.step_keywords(model, step) among the arguments of the forward",
             got="nothing that the layer's latents went to",
             hint="they go to what stands in for a transformers cache",
         )

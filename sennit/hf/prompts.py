@@ -15,7 +15,7 @@ Prompt: TypeAlias = "str | Sequence[Mapping[str, Any]] | Sequence[int]"
 FORMS = "a string, a list of messages ({'role': ..., 'content': ...}) or a list of token ids"
 
 
-def encode(prompt: Prompt, tokenizer: Any | None, *, raw: bool, vocab_size: int, argument: str = "prompt") -> list[int]:
+def encode(prompt: Prompt, tokenizer: Any | None, *, raw: bool, vocab_size: int, context_length: int) -> list[int]:
     """Return the token ids of a prompt.
 
     - A string is one user message under the tokenizer's chat template, with the template's generation prompt after
@@ -28,28 +28,35 @@ def encode(prompt: Prompt, tokenizer: Any | None, *, raw: bool, vocab_size: int,
         tokenizer: a transformers tokenizer; None when prompts are token ids.
         raw: do not apply the chat template to a string.
         vocab_size: ids must be below it.
-        argument: what error messages call the prompt.
+        context_length: of the model; there must be fewer ids, so that at least one can follow.
 
     Raises:
-        InvalidInput: the prompt has another form, is empty, has ids out of range, or needs a tokenizer or a chat
-            template that is not there.
+        InvalidInput: the prompt has another form, is empty or too long, has ids out of range, or needs a tokenizer or
+            a chat template that is not there.
 
-    >>> encode([3, 1, 2], None, raw=False, vocab_size=8)
+    >>> encode([3, 1, 2], None, raw=False, vocab_size=8, context_length=16)
     [3, 1, 2]
     """
     if isinstance(prompt, str):
-        ids = _encode_text(prompt, _needed(tokenizer, argument), raw=raw, argument=argument)
+        ids = _encode_text(prompt, _needed(tokenizer), raw=raw)
     elif _is_messages(prompt):
-        ids = _encode_messages(prompt, _needed(tokenizer, argument), raw=raw, argument=argument)
+        ids = _encode_messages(prompt, _needed(tokenizer), raw=raw)
     elif _is_ids(prompt):
         ids = [int(i) for i in prompt]  # type: ignore[arg-type]
     else:
-        raise InvalidInput(argument, expected=FORMS, got=_describe(prompt))
+        raise InvalidInput("prompt", expected=FORMS, got=_describe(prompt))
     if not ids:
-        raise InvalidInput(argument, expected="at least one token", got=f"no tokens from {_describe(prompt)}")
+        raise InvalidInput("prompt", expected="at least one token", got=f"no tokens from {_describe(prompt)}")
     outside = next((i for i in ids if not 0 <= i < vocab_size), None)
     if outside is not None:
-        raise InvalidInput(argument, expected=f"token ids from 0 to {vocab_size - 1}", got=outside)
+        raise InvalidInput("prompt", expected=f"token ids from 0 to {vocab_size - 1}", got=outside)
+    if len(ids) >= context_length:
+        raise InvalidInput(
+            "prompt",
+            expected=f"fewer tokens than the model's context length, {context_length}",
+            got=f"{len(ids)} tokens",
+            hint="shorten it; the model's positions do not go further",
+        )
     return ids
 
 
@@ -72,24 +79,24 @@ def check_prompts(prompts: Any) -> list[Prompt]:
     return listed
 
 
-def _encode_text(text: str, tokenizer: Any, *, raw: bool, argument: str) -> list[int]:
+def _encode_text(text: str, tokenizer: Any, *, raw: bool) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidInput(argument, expected="text that UTF-8 can hold", got=repr(text[error.start])) from None
+        raise InvalidInput("prompt", expected="text that UTF-8 can hold", got=repr(text[error.start])) from None
     if raw or not getattr(tokenizer, "chat_template", None):
         return [int(i) for i in tokenizer(text)["input_ids"]]
-    return _apply_template([{"role": "user", "content": text}], tokenizer, argument)
+    return _apply_template([{"role": "user", "content": text}], tokenizer)
 
 
-def _encode_messages(messages: Any, tokenizer: Any, *, raw: bool, argument: str) -> list[int]:
+def _encode_messages(messages: Any, tokenizer: Any, *, raw: bool) -> list[int]:
     if raw:
         raise InvalidInput(
-            argument, expected="a string or token ids with raw=True", got="messages", hint="leave raw out"
+            "prompt", expected="a string or token ids with raw=True", got="messages", hint="leave raw out"
         )
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInput(
-            argument,
+            "prompt",
             expected="a string or token ids, since the tokenizer has no chat template",
             got="messages",
             hint="set tokenizer.chat_template, or format the messages yourself",
@@ -97,19 +104,19 @@ def _encode_messages(messages: Any, tokenizer: Any, *, raw: bool, argument: str)
     for i, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InvalidInput(
-                f"{argument}[{i}]",
+                f"prompt[{i}]",
                 expected="a message with 'role' and 'content'",
                 got=f"keys {sorted(map(str, message))}",
             )
-    return _apply_template([dict(m) for m in messages], tokenizer, argument)
+    return _apply_template([dict(m) for m in messages], tokenizer)
 
 
-def _apply_template(messages: list[dict[str, Any]], tokenizer: Any, argument: str) -> list[int]:
+def _apply_template(messages: list[dict[str, Any]], tokenizer: Any) -> list[int]:
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # templates are programs, and raise what they like
         raise InvalidInput(
-            argument,
+            "prompt",
             expected="messages that the tokenizer's chat template accepts",
             got=f"{type(error).__name__}: {error}",
         ) from error
@@ -117,10 +124,10 @@ def _apply_template(messages: list[dict[str, Any]], tokenizer: Any, argument: st
     return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def _needed(tokenizer: Any | None, argument: str) -> Any:
+def _needed(tokenizer: Any | None) -> Any:
     if tokenizer is None:
         raise InvalidInput(
-            argument, expected="token ids, since no tokenizer was given", got="text", hint="pass tokenizer="
+            "prompt", expected="token ids, since no tokenizer was given", got="text", hint="pass tokenizer="
         )
     return tokenizer
 

@@ -36,7 +36,6 @@ def default_tokens(
     Layers with a window take what ``max_requests`` sequences and a step of ``max_batch_tokens`` need, however many
     tokens the others have room for.
     """
-
     layouts = [StorageLayout(spec, layers, page_size, "NHD") for spec, layers in Counter(specs).items()]
     caps = [pages_of_windows(layout, max_requests, max_batch_tokens) for layout in layouts]
 

@@ -143,7 +143,7 @@ class Batch:
         rows, width = table.shape
         _check_count("block_table", rows, len(q_lens), "num_requests rows, as query_start_loc has")
         stride = width
-        if isinstance(table, torch.Tensor) and rows and table.stride(1) == 1:
+        if isinstance(table, torch.Tensor) and table.numel() and table.stride(1) == 1:
             # A column slice of a larger table is addressed in place: an engine may rewrite it between launches.
             stride = table.stride(0)
             flat: IntArray | torch.Tensor = table.as_strided(((rows - 1) * stride + width,), (1,))

@@ -116,7 +116,7 @@ def test_faults_of_a_cache_are_found(fault, monkeypatch):
     if fault == "content":  # a page is not copied for its writer
         monkeypatch.setattr("sennit.attention.BatchAttention.copy_pages", lambda *args: None)
     elif fault == "window":  # a page is freed that the next row sees
-        monkeypatch.setattr("sennit.cache.groups.PageGroup.reach", property(lambda group: group.window_left - 1))
+        monkeypatch.setattr("sennit.cache.groups.PageGroup.sight", property(lambda group: group.window_left - 1))
     elif fault == "count":  # a page that others hold too is freed
         monkeypatch.setattr("sennit.cache.pages.PagePool.share", lambda pool, pages: None)
     else:  # the table of another group

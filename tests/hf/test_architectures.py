@@ -6,6 +6,7 @@ tokens of these models, so that none of it could be dropped unnoticed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ from transformers import (
 import sennit.hf
 from sennit import AttentionSpec
 from sennit.errors import InvalidInput, PlanMismatch, UnsupportedFeature, UnsupportedModel
-from sennit.hf import Batcher, check_supported
-from sennit.hf.latent import LatentRows, latent_keywords
+from sennit.hf import Batcher, check_supported, step_keywords
+from sennit.hf.latent import LatentRows
 from sennit.kvcache import KVCache
 
 PECULIAR_ONES = ["qwen3_window", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"]
@@ -171,19 +172,25 @@ def test_padding_whose_window_reaches_no_key_disturbs_nobody() -> None:
     torch.testing.assert_close(padded[:, :3], alone, rtol=0, atol=1e-5)
 
 
-def packed_logits(model: Any, paged: KVCache, prompts: list[list[int]], **keywords: Any) -> torch.Tensor:
+def plain_keywords(step: Any) -> dict[str, Any]:
+    """All that a packed step needs where no layer stores latents."""
+    return {"position_ids": step.positions[None], "use_cache": False, "sennit_step": step}
+
+
+def packed_logits(
+    model: Any, paged: KVCache, prompts: list[list[int]], keywords: Callable[[Any], dict[str, Any]] | None = None
+) -> torch.Tensor:
     model.set_attn_implementation("sennit")
     ids = torch.tensor([[token for prompt in prompts for token in prompt]])
     with torch.no_grad(), paged.step([(paged.add(), len(prompt)) for prompt in prompts]) as step:
-        return model(ids, position_ids=step.positions[None], use_cache=False, sennit_step=step, **keywords).logits[0]
+        return model(ids, **(keywords(step) if keywords else step_keywords(model, step))).logits[0]
 
 
 @architectures
 def test_a_packed_step_written_by_hand_gives_the_logits_of_each_sequence(name: str) -> None:
     model, prompts = tiny_model(name), prompts_of([50, 3, 1])
     cache = KVCache(sennit.hf.layer_specs(model), num_tokens=128, page_size=4, device="cpu")
-    keywords = latent_keywords(model) if name == "deepseek_v3" else {}
-    got = packed_logits(model, cache, prompts, **keywords)
+    got = packed_logits(model, cache, prompts)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         expected = torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
@@ -196,8 +203,8 @@ def test_a_latent_cache_gives_what_an_expanded_one_gives(changes: dict[str, Any]
     latent = KVCache(sennit.hf.layer_specs(model), num_tokens=128, page_size=4, device="cpu")
     heads = AttentionSpec(num_qo_heads=4, num_kv_heads=4, head_dim_qk=16, head_dim_vo=8, dtype=torch.float64)
     expanded = KVCache([heads] * 3, num_tokens=128, page_size=4, device="cpu")
-    got = packed_logits(model, latent, prompts, **latent_keywords(model))
-    torch.testing.assert_close(got, packed_logits(model, expanded, prompts), rtol=0, atol=1e-5)
+    got = packed_logits(model, latent, prompts)
+    torch.testing.assert_close(got, packed_logits(model, expanded, prompts, plain_keywords), rtol=0, atol=1e-5)
 
 
 def test_deepseek_v3_stores_576_numbers_a_token_and_layer_in_its_real_shape() -> None:
@@ -268,10 +275,10 @@ def test_a_cache_whose_layers_compute_something_else_is_refused(
 def test_a_packed_step_over_latents_needs_something_that_takes_them() -> None:
     model = tiny_model("deepseek_v3")
     cache = KVCache(sennit.hf.layer_specs(model), num_tokens=64, page_size=4, device="cpu")
-    with pytest.raises(InvalidInput, match=r"sennit_latents: expected .*latent_keywords\(model\)"):
-        packed_logits(model, cache, [[1, 2, 3]])
+    with pytest.raises(InvalidInput, match=r"sennit_latents: expected .*step_keywords\(model, step\)"):
+        packed_logits(model, cache, [[1, 2, 3]], plain_keywords)
     with pytest.raises(InvalidInput, match="nothing that the layer's latents went to"):
-        packed_logits(model, cache, [[1, 2, 3]], sennit_latents=LatentRows())
+        packed_logits(model, cache, [[1, 2, 3]], lambda step: plain_keywords(step) | {"sennit_latents": LatentRows()})
     with pytest.raises(InvalidInput, match=r"sennit_step: .* got batch 2"):
         LatentRows().update(torch.zeros(2, 1, 3, 12), torch.zeros(2, 1, 3, 6), 0)
 

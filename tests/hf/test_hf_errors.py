@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from sennit.errors import CapacityExceeded, InvalidInput, PlanMismatch, Unsuppor
 from sennit.hf import Batcher, check_supported
 from sennit.hf.masks import key_ranges
 from sennit.hf.models import context_length
+from sennit.hf.options import BatcherOptions, RequestOptions
 from sennit.kvcache import KVCache
 
 IDS = torch.tensor([[1, 2, 3, 4]])
@@ -196,6 +198,7 @@ def test_a_packed_step_needs_one_row_and_no_transformers_cache(llama: Any) -> No
     ("setting", "value"),
     [
         ("repetition_penalty", 1.2),
+        ("encoder_no_repeat_ngram_size", 2),
         ("num_beams", 2),
         ("suppress_tokens", [3]),
         ("min_length", 5),
@@ -245,7 +248,9 @@ def test_sizes_of_a_batcher_are_checked(llama: Any, options: dict[str, Any], mes
         ([1], {"max_new_tokens": 0}, InvalidInput, "max_new_tokens: expected an integer of at least 1, got 0"),
         ([1], {"max_new_tokens": 2.5}, InvalidInput, "max_new_tokens: .* got 2.5"),
         ([1], {"eos_token_id": "x"}, InvalidInput, "eos_token_id: expected an integer or a list of integers"),
-        ([1] * 64, {}, CapacityExceeded, "its 64 tokens and one new one do not fit the cache of 64 tokens"),
+        ([1], {"eos_token_id": 260}, InvalidInput, "eos_token_id: expected token ids from 0 to 259, got 260"),
+        ([1], {"eos_token_id": [3, -1]}, InvalidInput, "eos_token_id: expected token ids from 0 to 259, got -1"),
+        ([1] * 64, {}, CapacityExceeded, "^a prompt of 64 tokens and one new one do not fit the cache of 64 tokens"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_when_it_is_submitted(
@@ -265,8 +270,8 @@ def test_the_longest_prompt_that_fits_is_served(llama: Any) -> None:
 
 def test_a_prompt_that_fills_the_context_is_refused_and_a_completion_ends_with_it() -> None:
     model = tiny_model("llama", max_position_embeddings=16)
-    with pytest.raises(InvalidInput, match=r"prompts?.*: expected fewer tokens than .* context length, 16, got 16"):
-        sennit.hf.generate(model, None, [[1] * 16])
+    with pytest.raises(InvalidInput, match=r"^prompt: expected fewer tokens than .* context length, 16, got 16"):
+        Batcher(model, num_tokens=64, max_requests=4).submit([1] * 16)
     (done,) = sennit.hf.generate(model, None, [[1] * 13], max_new_tokens=50)
     assert (done.finish_reason, len(done.token_ids)) == ("length", 3)
     assert done.token_ids == reference_tokens(model, [1] * 13, 3)
@@ -303,10 +308,66 @@ def test_generate_names_the_prompt_that_is_wrong(llama: Any, tokenizer: Any) -> 
         sennit.hf.generate(llama, tokenizer, [[1], 3.5])  # type: ignore[list-item]
     with pytest.raises(InvalidInput, match="prompts: expected a list of prompts, got one string"):
         sennit.hf.generate(llama, tokenizer, "Hi")
+    with pytest.raises(InvalidInput, match=r"^prompts\[1\]\[0\]: expected a message"):
+        sennit.hf.generate(llama, tokenizer, [[1], [{"role": "user"}]])
+    with pytest.raises(InvalidInput, match=r"^prompts\[2\]: expected fewer tokens than .* 2048, got 2048 tokens"):
+        sennit.hf.generate(llama, tokenizer, [[1], [2], [1] * 2048])
+    with pytest.raises(CapacityExceeded, match=r"^prompts\[1\]: a prompt of 64 tokens and one new one do not fit"):
+        sennit.hf.generate(llama, tokenizer, [[1], [1] * 64], num_tokens=64)
     # The call itself refuses; nobody has asked for the first token.
     with pytest.raises(InvalidInput, match="max_new_tokens"):
         sennit.hf.stream(llama, tokenizer, [[1]], max_new_tokens=0)
     assert llama.config._attn_implementation != "sennit"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("do_sample", "give a temperature above 0"),
+        ("max_length", "give max_new_tokens"),
+        ("stop_strings", "give stop$"),
+        ("num_beams", "no such setting of transformers' own generate"),
+        ("repetition_penalty", "no such setting of transformers' own generate"),
+        ("temprature", r"did you mean temperature\?"),
+        ("batch_size", "got an unknown option"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_refused_before_anything_is_asked_of_the_model(name: str, hint: str) -> None:
+    for call in (sennit.hf.generate, sennit.hf.stream):
+        with pytest.raises(InvalidInput, match=f"^{name}: expected one of max_new_tokens, .*, backend, .*{hint}"):
+            call(None, None, [[1]], **{name: 2})
+
+
+def test_the_options_of_generate_are_those_of_a_batcher_and_its_requests() -> None:
+    for call, options in ((Batcher, BatcherOptions), (Batcher.submit, RequestOptions)):
+        named = {p.name for p in signature(call).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        assert named == set(options.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature: expected 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected an integer of at least 1"),
+        ({"eos_token_id": 999}, "eos_token_id: expected token ids from 0 to 259"),
+        ({"stop": "x"}, "stop: expected no strings"),
+        ({"temperature": [0.5]}, "temperature: expected one value, or a list of 0"),
+    ],
+)
+def test_options_are_checked_where_there_are_no_prompts(llama: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^{message}"):
+        sennit.hf.generate(llama, None, [], **options)
+    assert sennit.hf.generate(llama, None, [], temperature=0.5) == []
+
+
+def test_a_packed_step_is_refused_where_the_models_attention_would_not_know_of_it(llama: Any) -> None:
+    cache = KVCache(sennit.hf.layer_specs(llama), num_tokens=64, device="cpu")
+    llama.set_attn_implementation("sdpa")
+    expected = "model: expected attention set to 'sennit', got 'sdpa'; call model.set_attn_implementation"
+    with pytest.raises(InvalidInput, match=expected), cache.step([(cache.add(), 4)]) as step:
+        sennit.hf.step_keywords(llama, step)
+    with pytest.raises(UnsupportedModel, match="gemma"), cache.step([(cache.add(), 4)]) as step:
+        sennit.hf.step_keywords(other_model("gemma"), step)
 
 
 def run_python(code: str) -> str:

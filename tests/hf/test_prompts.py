@@ -15,7 +15,7 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 
 def ids_of(prompt: Any, tokenizer: Any, *, raw: bool = False) -> list[int]:
-    return encode(prompt, tokenizer, raw=raw, vocab_size=260)
+    return encode(prompt, tokenizer, raw=raw, vocab_size=260, context_length=64)
 
 
 def template_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
@@ -64,6 +64,7 @@ def test_token_ids_are_taken_as_they_are(form: Any) -> None:
         ("", True, "at least one token, got no tokens from an empty string"),
         ([3, 260], False, "token ids from 0 to 259, got 260"),
         ([-1], False, "token ids from 0 to 259, got -1"),
+        ([1] * 64, False, "prompt: expected fewer tokens than the model's context length, 64, got 64 tokens"),
         (MESSAGES, True, "with raw=True, got messages"),
         ([{"text": "Hi"}], False, r"prompt\[0\]: expected a message with 'role' and 'content'"),
     ],

@@ -261,11 +261,6 @@ def test_errors_of_lists_name_the_prompt(model: Any, options: dict[str, Any], me
         sennit.hf.stream(model, None, [[1], [2]], **options)
 
 
-def test_an_unknown_keyword_is_a_type_error(model: Any) -> None:
-    with pytest.raises(TypeError, match="temprature"):
-        sennit.hf.generate(model, None, [[1]], temprature=0.5)
-
-
 def test_stop_tokens_of_numpy_end_each_its_own_request(model: Any) -> None:
     free = reference_tokens(model, [1, 2, 3], 9)
     last = np.int64(free[6])

@@ -78,3 +78,10 @@ def test_text_may_have_spaces_around_signs_and_leading_zeros(text):
 def test_requests_without_keys_need_no_columns_in_the_table():
     batch = Batch.padded(query_start_loc=[0, 1, 3], seq_lens=[0, 0], block_table=[[], []])
     assert str(batch) == "1@0 + 2@0"
+
+
+def test_nor_do_they_where_the_table_is_on_a_device(monkeypatch):
+    monkeypatch.setattr("sennit.plan.batch.on_device", lambda value: isinstance(value, torch.Tensor))
+    table = torch.zeros(3, 0, dtype=torch.int32)  # a view of its rows end to end would reach past its memory
+    batch = Batch.padded(query_start_loc=[0, 1, 3, 4], seq_lens=[0, 0, 0], block_table=table)
+    assert str(batch) == "1@0 + 2@0 + 1@0"
