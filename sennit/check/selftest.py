@@ -15,7 +15,8 @@ from sennit.check.compare import compare
 from sennit.check.functions import random_functions
 from sennit.check.operations import run_episode
 from sennit.check.outcome import Outcome
-from sennit.check.problems import Problem, make_problem, random_problem
+from sennit.check.problems import Problem, make_problem
+from sennit.check.random_problems import random_problem
 from sennit.check.threads import one_thread
 from sennit.check.writing import CacheScenario, append_again
 from sennit.errors import SennitError, UnsupportedFeature

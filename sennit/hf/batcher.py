@@ -24,7 +24,7 @@ from sennit.hf.stops import stop_strings
 from sennit.hf.text import TextStream
 from sennit.kvcache import KVCache
 
-__all__ = ["MAX_NEW_TOKENS", "MAX_REQUESTS", "PAGE_SIZE", "Batcher"]
+__all__ = ["MAX_BATCH_TOKENS", "MAX_NEW_TOKENS", "MAX_REQUESTS", "PAGE_SIZE", "Batcher"]
 
 PAGE_SIZE = 16
 MAX_REQUESTS = 64
@@ -60,8 +60,8 @@ class Batcher:
         page_size: tokens a page; also the unit in which prefixes are found.
         max_batch_tokens: tokens that a step computes at most; longer prompts are cut into chunks.
         max_requests: requests that run at the same time.
-        share_prefixes: fork what another request has computed already: any prefix of at least a page, or, in a model
-            with windows, of a sequence that the prompt continues from where its windows still are.
+        share_prefixes: fork what another request has computed already, from one page on. In a model with windows only a
+            prompt that continues another's tokens can: what the windows have passed is gone.
         split_size: keys of a fixed chunk of attention, so that a request's attention has the same bits whatever shares
             the step; see :meth:`sennit.BatchAttention.plan`. None lets the planner choose.
         backend: of the cache's attention, ``"auto"`` or a name.
@@ -172,8 +172,8 @@ class Batcher:
             top_k, top_p, min_p: what they are drawn from; see :class:`sennit.hf.Sampling`. None keeps all tokens.
             seed: of the random numbers. Without one a fresh seed is drawn, which the completion reports.
             stop: string or strings that end the request; its text is cut before the first.
-            eos_token_id: token or tokens that end the request; those of the model's generation configuration when
-                left out, none with an empty list.
+            eos_token_id: token or tokens that end the request, of those that the model has; those of its generation
+                configuration when left out, none with an empty list.
             raw: do not apply the chat template to a string.
             logprobs: also report the natural logarithm of each generated token's probability by the model alone:
                 at temperature 1 and without filters.

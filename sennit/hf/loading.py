@@ -34,8 +34,7 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a causal language model, ready for inference, and its tokenizer.
 
-    Whether Sennit can run the model's architecture is not asked here: see
-    :func:`sennit.hf.models.check_supported`.
+    Whether Sennit can run the model's architecture is not asked here: see :func:`sennit.hf.check_supported`.
 
     Args:
         model: a folder with ``config.json``, weights (``*.safetensors`` or ``pytorch_model*.bin``) and a tokenizer,

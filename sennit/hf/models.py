@@ -128,6 +128,7 @@ def layer_specs(model: Any) -> list[AttentionSpec]:
         One spec a layer; equal ones where layers are alike. A latent layer's is :meth:`AttentionSpec.mla`.
 
     Raises:
+        InvalidInput: it is no transformers causal language model at all.
         UnsupportedModel: the model is of another class.
         UnsupportedFeature: see :func:`check_supported`; or a latent layer's weights cannot be absorbed.
     """

@@ -9,7 +9,8 @@ from solving import BACKENDS, DEVICES, assert_right, gqa, solve
 
 import sennit
 from sennit.check.compare import compare
-from sennit.check.problems import Problem, make_problem, random_problem
+from sennit.check.problems import Problem, make_problem
+from sennit.check.random_problems import random_problem
 
 
 @pytest.mark.parametrize("device", DEVICES)

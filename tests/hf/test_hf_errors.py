@@ -20,7 +20,7 @@ from transformers import (
 
 import sennit.hf
 from sennit.errors import CapacityExceeded, InvalidInput, PlanMismatch, UnsupportedFeature, UnsupportedModel
-from sennit.hf import Batcher, check_supported
+from sennit.hf import Batcher, check_supported, generation
 from sennit.hf.masks import key_ranges
 from sennit.hf.models import context_length
 from sennit.hf.options import BatcherOptions, RequestOptions
@@ -275,6 +275,14 @@ def test_a_prompt_that_fills_the_context_is_refused_and_a_completion_ends_with_i
     (done,) = sennit.hf.generate(model, None, [[1] * 13], max_new_tokens=50)
     assert (done.finish_reason, len(done.token_ids)) == ("length", 3)
     assert done.token_ids == reference_tokens(model, [1] * 13, 3)
+
+
+def test_no_memory_is_set_aside_for_tokens_beyond_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = []
+    monkeypatch.setattr(generation, "default_tokens", lambda tokens, *_, **__: wanted.append(tokens) or 64)
+    model = tiny_model("llama", max_position_embeddings=32)
+    sennit.hf.generate(model, None, [[1] * 30, [2]], max_new_tokens=[10**6, 3], page_size=8)
+    assert wanted == [32 + 8 + 8 + 8]  # each has a page to grow into
 
 
 @pytest.mark.parametrize(
