@@ -80,8 +80,9 @@ class KVCache:
     Every operation either does all that it says or raises one of Sennit's errors and leaves lengths, pages and content
     as they were. A step does so whatever is raised, ``KeyboardInterrupt`` included. An interrupt in the middle of
     ``add``, ``fork``, ``trim`` or ``remove`` may leave it half done: :meth:`check` tells, and :meth:`clear` makes the
-    cache as good as new; one in the middle of ``clear`` itself calls for another. One thread uses a cache at a time,
-    and one step of it is open at a time.
+    cache as good as new; one in the middle of ``clear`` itself calls for another. One that comes exactly where Python
+    enters or leaves a step's block may leave the step open: ``clear(abandon_step=True)`` closes it. One thread uses a
+    cache at a time, and one step of it is open at a time.
 
     >>> spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     >>> cache = KVCache([spec] * 2, num_tokens=1024, page_size=16, device="cpu")
@@ -214,9 +215,17 @@ class KVCache:
         """
         self._sequences.remove(seq)
 
-    def clear(self) -> None:
-        """Forget all sequences. Their ids are not used again. Raises :class:`StepOpen`."""
-        self._sequences.clear()
+    def clear(self, *, abandon_step: bool = False) -> None:
+        """Forget all sequences. Their ids are not used again.
+
+        Args:
+            abandon_step: also close a step that is open, whose block cannot be left any more because an interrupt came
+                between entering it and its first line; its layers raise :class:`StepClosed` from then on.
+
+        Raises:
+            StepOpen: a step is open, and not to be abandoned.
+        """
+        self._sequences.clear(abandon_step=abandon_step)
 
     def length(self, seq: int) -> int:
         """Tokens stored of a sequence, without those of an open step. Raises :class:`UnknownSequence`."""
@@ -226,7 +235,7 @@ class KVCache:
         """The least length such that :meth:`trim` and :meth:`fork` take it and every one up to the sequence's own.
 
         0 until a window has released pages of the sequence. Even then lengths that end inside the pages of the sink
-        tokens are taken, 0 included: nothing is released among those.
+        tokens of every group are taken, 0 included: nothing is released among those.
 
         Raises :class:`UnknownSequence`.
 

@@ -119,7 +119,7 @@ class Step:
 
     @property
     def batch(self) -> Batch:
-        """Lengths of this step, and the page tables of the first layer's group.
+        """Lengths of this step, and the page tables of the first group.
 
         Raises :class:`StepClosed` outside the block, as all of these do.
         """
@@ -277,7 +277,7 @@ class Step:
                 attention.copy_pages(copies.source, copies.target, pools)
 
     def _require_open(self, what: str) -> _Open:
-        if self._open is None:
+        if self._open is None or not self._parts.sequences.holds_step(self):
             raise _closed(what)
         return self._open
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sennit.cache.tables import cells_of
 from sennit.errors import InvalidInput, UnsupportedFeature
 
-__all__ = ["Demand", "is_integer", "pages_for", "pages_to_copy", "read_items"]
+__all__ = ["MAX_TOKENS", "Demand", "is_integer", "pages_for", "pages_to_copy", "read_items"]
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -41,12 +41,14 @@ def read_items(items: Iterable[tuple[int, int]]) -> tuple[list[int], Int64Array]
     >>> read_items([(3, 512), (0, 1)])
     ([3, 0], array([512,   1]))
     """
+    given = list(items) if isinstance(items, Iterable) else None  # an error of the caller's iterator is its own
     try:
-        pairs: list[tuple[int, Any]] = [(seq, count) for seq, count in items]
+        pairs: list[tuple[int, Any]] = [(seq, count) for seq, count in given]
         repeated = len(dict(pairs)) != len(pairs)
     except (TypeError, ValueError):
+        got = repr(items if given is None else given)
         raise InvalidInput(
-            "items", expected="(sequence id, number of tokens) pairs", got=repr(items), hint="[(a, 512), (b, 1)]"
+            "items", expected="(sequence id, number of tokens) pairs", got=got, hint="[(a, 512), (b, 1)]"
         ) from None
     ids, counts = [seq for seq, _ in pairs], [count for _, count in pairs]
     if repeated:
@@ -58,6 +60,8 @@ def read_items(items: Iterable[tuple[int, int]]) -> tuple[list[int], Int64Array]
                 raise UnsupportedFeature("token trees", "a cache takes counts of tokens; trees cannot be committed yet")
             if not is_integer(count) or not 0 <= count <= MAX_TOKENS:
                 raise InvalidInput("items", expected="a count of tokens, 0 or more", got=f"({seq!r}, {count!r})")
+    if sum(map(int, counts)) > MAX_TOKENS:
+        raise InvalidInput("items", expected=f"at most {MAX_TOKENS} tokens in all", got=sum(map(int, counts)))
     return ids, np.array(counts, np.int64)
 
 

@@ -64,10 +64,6 @@ class PageGroup:
         assert self.window_left is not None
         return max(self.window_left, 1)
 
-    def kept(self, page_counts: Int64Array, released: Int64Array) -> Int64Array:
-        """Pages that are held of sequences with so many pages, of which so many have been released."""
-        return page_counts - np.maximum(released - self.sink_pages, 0)
-
     def kept_at_most(self) -> int:
         """Pages that a sequence of any length needs beside those of a step's tokens."""
         assert self.window_left is not None

@@ -40,6 +40,8 @@ def _check_slots(sequences: Sequences) -> None:
         )
     if np.any(tables.page_counts[tables.free_slots]) or np.any(tables.lengths[tables.free_slots]):
         raise CacheCorrupt(f"slots: one of the free slots {tables.free_slots} has pages or tokens")
+    if wrong := [seq for seq in sequences.slots if not 0 <= seq < sequences.next_id]:
+        raise CacheCorrupt(f"ids {wrong} are not among the {sequences.next_id} that were given out")
 
 
 def _check_lengths(sequences: Sequences) -> None:

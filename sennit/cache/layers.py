@@ -121,9 +121,9 @@ def _read_range(layers: object, count: int) -> range:
         return range(count)
     if not isinstance(layers, range) or layers.step != 1 or layers.start < 0:
         raise InvalidInput("layers", expected="a range of step 1", got=repr(layers), hint="range(8, 16)")
-    if len(layers) != count:
+    if (given := max(layers.stop - layers.start, 0)) != count:
         raise InvalidInput(
-            "layers", expected=f"as many layers as there are specs, {count}", got=f"{len(layers)} in {layers!r}",
+            "layers", expected=f"as many layers as there are specs, {count}", got=f"{given} in {layers!r}",
             hint="specs has one entry for each layer of the range",
         )  # fmt: skip
     return layers

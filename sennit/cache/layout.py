@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ def _pages_in(budget: int, groups: Sequence[StorageLayout], caps: Sequence[int |
 
     growing = [group for group, cap in zip(groups, caps, strict=True) if cap is None]
     most = budget // sum(group.bytes_per_page for group in growing) if growing else max(cap or 0 for cap in caps)
-    pages = bisect_right(range(1, most + 1), budget, key=total)
+    pages = bisect_right(range(1, min(most, sys.maxsize - 1) + 1), budget, key=total)
     if pages < 1:
         layers, size = sum(group.num_layers for group in groups), groups[0].page_size
         raise InvalidInput(

@@ -45,7 +45,7 @@ class CacheStats:
     """How full a cache is; page counts are those of all layer groups together.
 
     Attributes:
-        groups: one a layer group, in the order of their first layers.
+        groups: one a layer group, in the order of the first layers that own keys and values.
         num_sequences: sequences.
         num_tokens: their lengths added up; a token shared by two sequences counts twice.
         page_size: tokens a page.
@@ -119,7 +119,7 @@ class CacheMemory:
     """What a cache's memory is spent on; all sizes in bytes.
 
     Attributes:
-        groups: one a layer group, in the order of their first layers.
+        groups: one a layer group, in the order of the first layers that own keys and values.
         table_bytes: page tables, on the host and again on a GPU.
     """
 

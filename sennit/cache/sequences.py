@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sennit.cache.demand import Demand, is_integer, pages_for, pages_to_copy, read_items
+from sennit.cache.demand import MAX_TOKENS, Demand, is_integer, pages_for, pages_to_copy, read_items
 from sennit.cache.groups import PageGroup
 from sennit.cache.pages import PoolMark
 from sennit.cache.tables import NO_PAGE, PageTables, cells_of
@@ -98,7 +98,7 @@ class Sequences:
         self.slots: dict[int, int] = {}
         self.tables = PageTables(len(self.groups), slots=16, capacity=16)
         self.open_step: OpenStep | None = None
-        self._next_id = 0
+        self.next_id = 0
 
     def length(self, seq: int) -> int:
         """Tokens stored; those of an open step do not count yet. Raises :class:`UnknownSequence`."""
@@ -180,13 +180,22 @@ class Sequences:
         self.tables.give(slot)
         del self.slots[seq]
 
-    def clear(self) -> None:
-        """Forget all sequences; their ids are not used again. Raises :class:`StepOpen`."""
-        self.require_no_step("clear")
+    def clear(self, *, abandon_step: bool = False) -> None:
+        """Forget all sequences; their ids are not used again.
+
+        An open step is closed too if it is to be abandoned; otherwise raises :class:`StepOpen`.
+        """
+        if not abandon_step:
+            self.require_no_step("clear")
         for group in self.groups:
             group.pool.clear()
         self.tables = PageTables(*self.tables.pages.shape)
         self.slots = {}
+        self.open_step = None
+
+    def holds_step(self, owner: object) -> bool:
+        """Whether the open reservation is ``owner``'s."""
+        return self.open_step is not None and self.open_step.owner is owner
 
     def require_no_step(self, operation: str) -> None:
         """Raise :class:`StepOpen` while a reservation is neither committed nor rolled back."""
@@ -231,8 +240,10 @@ class Sequences:
 
         Raises :class:`StepClosed`.
         """
-        if (step := self.open_step) is None or step.owner is not owner:
+        if not self.holds_step(owner):
             raise StepClosed("commit: this step has nothing reserved")
+        step = self.open_step
+        assert step is not None
         for group, change in enumerate(step.changes):
             if change.num_fresh < len(change.rows):
                 self._release(group, step.slots, change)
@@ -305,7 +316,7 @@ class Sequences:
 
     def _unknown(self, seq: object) -> UnknownSequence:
         reason = "ids are integers that come from add() and fork()"
-        if is_integer(seq) and 0 <= seq < self._next_id:
+        if is_integer(seq) and 0 <= seq < self.next_id:
             reason = "it was removed, and ids are not used again"
         return UnknownSequence(f"sequence {seq!r} is not in the cache: {reason}")
 
@@ -334,8 +345,8 @@ class Sequences:
         slot = self.tables.take(pages, tokens=tokens, released=np.array(released))
         for group, held in zip(self.groups, self.tables.pages[:, slot, : pages.shape[1]], strict=True):
             group.pool.share(held[held != NO_PAGE])
-        seq = self._next_id
-        self._next_id += 1
+        seq = self.next_id
+        self.next_id += 1
         self.slots[seq] = slot
         return seq
 
@@ -356,6 +367,7 @@ class Sequences:
             none = np.empty(0, np.int64)
             growth, copied = np.zeros_like(counts), (none,) * len(self.groups)
             return Demand(slots, lengths, lengths, page_counts, counts, growth, copied, page_size)
+        self._check_lengths(ids, lengths + counts)
         growth = pages_for(lengths + counts, page_size) - page_counts
         partial = np.flatnonzero((counts > 0) & (lengths % page_size > 0))
         cells, partial_lengths = (slots[partial], lengths[partial] // page_size), lengths[partial]
@@ -368,19 +380,28 @@ class Sequences:
 
     def _require_held(self, ids: list[int], slots: Int64Array, lengths: Int64Array, counts: Int64Array) -> None:
         """Raise :class:`PagesReleased` where a sequence's last ``counts`` positions see what a window has released."""
+        shortest = np.zeros_like(lengths)
         for group, released in zip(self.groups, self.tables.released[:, slots], strict=True):
-            if group.window_left is None:
-                continue
-            first, shortest = lengths - counts, released * group.page_size + group.sight
-            if len(wrong := np.flatnonzero((counts > 0) & (released > group.sink_pages) & (first < shortest))):
-                seq, start, least = ids[wrong[0]], int(first[wrong[0]]), int(shortest[wrong[0]])
-                raise PagesReleased(
-                    f"sequence {seq}: rows from position {start} on see pages that its window has released; without "
-                    f"append only those from {least} on can attend",
-                    sequence=seq,
-                    length=start,
-                    shortest=least,
-                )
+            if group.window_left is not None:
+                seen = np.where(released > group.sink_pages, released * group.page_size + group.sight, 0)
+                shortest = np.maximum(shortest, seen)
+        if len(wrong := np.flatnonzero((counts > 0) & (lengths - counts < shortest) & (shortest > 0))):
+            seq, start, least = ids[wrong[0]], int((lengths - counts)[wrong[0]]), int(shortest[wrong[0]])
+            raise PagesReleased(
+                f"sequence {seq}: rows from position {start} on see pages that its window has released; without "
+                f"append only those from {least} on can attend",
+                sequence=seq,
+                length=start,
+                shortest=least,
+            )
+
+    def _check_lengths(self, ids: list[int], lengths: Int64Array) -> None:
+        """Refuse lengths that kernels cannot be told."""
+        if len(wrong := np.flatnonzero(lengths > MAX_TOKENS)):
+            raise InvalidInput(
+                "items", expected=f"sequences of at most {MAX_TOKENS} tokens",
+                got=f"{lengths[wrong[0]]} for sequence {ids[wrong[0]]}", hint="trim it, or start another",
+            )  # fmt: skip
 
     def _missing(self, demand: Demand) -> list[int]:
         """Pages that each group lacks for this demand; those left over count below 0."""
@@ -389,7 +410,9 @@ class Sequences:
     def _pages_in_steps(self, index: int, demand: Demand, max_step_tokens: int) -> int:
         """Free pages that this demand takes of a group with a window at most, in steps of at most so many tokens."""
         group, step = self.groups[index], min(int(demand.counts.sum()), max_step_tokens)
-        kept = group.kept(demand.page_counts, self.tables.released[index, demand.slots])
+        pages = self.tables.pages[index, demand.slots]
+        # What others hold as well does not come back when the window has passed it.
+        kept = ((pages != NO_PAGE) & (group.pool.refs[pages] == 1)).sum(axis=1)
         lasting = np.minimum(demand.growth, np.maximum(group.kept_at_most() - kept, 0))
         pages = int(lasting.sum()) + len(demand.copied[index]) + pages_for(step, self.page_size)
         return min(pages, demand.pages(index))
@@ -399,10 +422,12 @@ class Sequences:
         needed, free, total = demand.pages(index), pool.num_free, pool.num_pages
         copies = f", {num_copies} of them copies of shared pages," if num_copies else ""
         where = f" in {self.groups[index].name}" if len(self.groups) > 1 else ""
+        window = self.groups[index].window_left is not None
+        sized = " (max_sequences= and max_step_tokens= decide how much of it windows get)" if window else ""
         return OutOfPages(
             f"a step of {int(demand.counts.sum())} tokens over {len(demand.slots)} sequences needs {needed} pages of "
             f"{self.page_size} tokens{where}{copies} and {free} of {total} are free; nothing has changed: take fewer "
-            f"requests or tokens, trim or remove sequences, or give the cache more memory",
+            f"requests or tokens, trim or remove sequences, or give the cache more memory{sized}",
             needed=needed,
             free=free,
             total=total,

@@ -260,7 +260,7 @@ def host_state(cache: KVCache) -> dict[str, Any]:
         "lengths": {seq: int(tables.lengths[slot]) for seq, slot in rows},
         "refs": [pool.refs.tolist() for pool in pools],
         "free": [pool.free.tolist() for pool in pools],
-        "next_id": sequences._next_id,
+        "next_id": sequences.next_id,
         "slots": dict(rows),
         "free_slots": tables.free_slots[:],
         "stats": cache.stats(),

@@ -370,3 +370,62 @@ def test_clear_makes_a_cache_as_good_as_new_after_an_interrupt_anywhere(name, sp
         twin.step([(twin.add(), 11), (twin.add(), 3)], verify=True)
         twin.check()
     assert line >= 5
+
+
+def test_a_step_that_nobody_can_leave_is_abandoned_on_demand():
+    cache = make_cache([gqa_spec()])
+    a = cache.add()
+    step = cache.step([(a, 3)])
+    step.__enter__()
+    with pytest.raises(StepOpen):
+        cache.clear()
+    cache.clear(abandon_step=True)
+    assert cache.sequences == []
+    for use in (lambda: step.num_tokens, lambda: step.attend(0, None), lambda: step.__exit__(None, None, None)):
+        with pytest.raises(StepClosed):
+            use()
+    b = cache.add()
+    assert b != a
+    with cache.step([(b, 0)]) as other:
+        with pytest.raises(StepClosed):
+            step.__exit__(None, None, None)
+        other.attend(0, *(torch.zeros(0, heads, 8) for heads in (4, 2, 2)), sm_scale=1.0)
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("mine"), ValueError("mine"), KeyError("mine")], ids=lambda e: type(e).__name__
+)
+def test_errors_of_the_callers_iterator_are_its_own(error):
+    cache = make_cache([gqa_spec()])
+    a = cache.add()
+
+    def items():
+        yield a, 1
+        raise error
+
+    with pytest.raises(type(error), match="mine"):
+        cache.pages_needed(items())
+    with pytest.raises(type(error), match="mine"), cache.step(items()):
+        pass
+
+
+def test_lengths_that_kernels_cannot_be_told_are_refused_by_sequence():
+    cache = make_cache([gqa_spec()])
+    a, b = cache.add(), cache.add()
+    most = 2**31 - 1
+    for items in ([(a, most), (b, most)], [(a, 1), (b, most)]):
+        with pytest.raises(InvalidInput, match="items: expected at most 2147483647 tokens in all"):
+            cache.missing_pages(items)
+    cache._sequences.tables.lengths[0] = most
+    with pytest.raises(InvalidInput, match=f"2147483648 for sequence {a}"):
+        cache.missing_pages([(a, 1)])
+
+
+def test_sizes_beyond_any_integer_are_typed_errors():
+    spec = gqa_spec()
+    with pytest.raises(InvalidInput, match="layers"):
+        KVCache([spec], layers=range(2**70), num_tokens=64, device="cpu")
+    huge, most = spec.replace(window_left=2**31 - 1, num_sink_tokens=2**31 - 1), 2**31 - 1
+    options = {"max_sequences": most, "max_step_tokens": most, "max_trim": most, "page_size": 1, "device": "cpu"}
+    assert KVCache([huge], memory="1MiB", **options).num_pages > 0

@@ -44,7 +44,7 @@ def state(sequences):
     lengths = {seq: sequences.length(seq) for seq in sequences.slots}
     released = {seq: tables.released[:, slot].tolist() for seq, slot in sequences.slots.items()}
     free, refs = [pool.free.tolist() for pool in pools], [pool.refs.tolist() for pool in pools]
-    return rows, lengths, released, free, refs, sequences._next_id, tables.free_slots[:]
+    return rows, lengths, released, free, refs, sequences.next_id, tables.free_slots[:]
 
 
 def test_the_integer_parts_import_no_torch():

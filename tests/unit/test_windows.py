@@ -357,3 +357,28 @@ def test_check_finds_pages_that_were_released_too_early():
     sequences.tables.pages[0, slot, 6], sequences.tables.released[0, slot] = -1, 7
     with pytest.raises(CacheCorrupt, match=r"pages up to 7 are released, which may be from 0.* to 6"):
         check_sequences(sequences)
+
+
+def test_pages_that_others_hold_do_not_come_back_when_a_window_passes_them():
+    sequences = windowed(15, num_pages=8)
+    (a,) = grown(sequences, 16)
+    fork = sequences.fork(a)
+    missing = sequences.missing_pages([(fork, 40)], 0, 4)
+    assert missing > 0
+    for _ in range(4):
+        write(sequences, [(fork, 4)])
+    with pytest.raises(OutOfPages):
+        write(sequences, [(fork, 4)])
+    sequences.remove(a)
+    sequences.trim(fork, sequences.length(fork))
+    assert sequences.missing_pages([(fork, 40)], 0, 4) == 0
+    for _ in range(10):
+        write(sequences, [(fork, 4)])
+
+
+def test_rows_without_append_are_told_the_shortest_length_of_all_windows():
+    sequences = Sequences([PageGroup(PagePool(60), 4, 7), PageGroup(PagePool(60), 4, 6)])
+    (a,) = grown(sequences, 30)
+    with pytest.raises(PagesReleased, match=f"only those from {sequences.shortest(a)} on") as caught:
+        sequences.reserve(STEP, [(a, 5)], append=False)
+    assert caught.value.shortest == sequences.shortest(a) == 30
