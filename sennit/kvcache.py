@@ -337,7 +337,9 @@ class KVCache:
         raise UnsupportedFeature("token trees", "steps over trees cannot be committed yet, so there is none to accept")
 
     def pools(self, layer: int) -> Pools:
-        """A layer's memory as views, for connectors and offload; in the form that :class:`BatchAttention` takes.
+        """A layer's memory as views, for connectors and offload.
+
+        :class:`BatchAttention` takes them with ``kv_layout=cache.kv_layout``.
 
         Returns:
             ``(k_pages, v_pages)``: ``[num_pages, page_size, num_kv_heads, dim]`` or, as HND,

@@ -333,8 +333,8 @@ class Sequences:
             shortest, stored = self.shortest(seq), self.length(seq)
             raise PagesReleased(
                 f"sequence {seq} cannot go back to {length} tokens: its window has released pages that rows after them "
-                f"see; any length from {shortest} to its {stored} is possible, and so is starting again; a cache with "
-                f"max_trim= keeps more",
+                f"see; any length from {shortest} to its {stored} is possible, and so is starting again; a cache made "
+                f"with a larger max_trim keeps more",
                 sequence=seq,
                 length=length,
                 shortest=shortest,

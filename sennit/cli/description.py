@@ -65,6 +65,8 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
     partial = items[Item.NUM_HEADS] * (items[Item.PARTIAL_ROW] >= 0)
     splits = np.bincount(items[Item.SEGMENT], partial, minlength=count)
     items_of = np.bincount(items[Item.SEGMENT], minlength=count)
+    planned = np.bincount(items[Item.SEGMENT], items[Item.NUM_ROWS] * items[Item.NUM_HEADS] * _keys(items), count)
+    rows = np.maximum(segments.q_len * plan.spec.num_qo_heads, 1)
     kinds = np.stack([segments.q_len, segments.kv_len, strand])
     changes = np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1
     bounds = [0, *changes.tolist(), count] if count else []
@@ -73,6 +75,7 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
             "requests": end - start,
             "q_len": int(segments.q_len[start]),
             "kv_len": int(segments.kv_len[start]),
+            "planned_keys": float(planned[start:end].sum() / rows[start:end].sum()),
             # A segment without rows is on no strand.
             "strand": plan.config.strands[strand[start]].name if strand[start] >= 0 else None,
             "items": int(items_of[start:end].sum()),
@@ -83,13 +86,21 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
+def _keys(items: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Keys of every item, ``[items]``."""
+    hole = items[Item.HOLE_END] - items[Item.HOLE_START]
+    keys: npt.NDArray[np.int64] = (items[Item.KEY_END] - items[Item.KEY_START] - hole).astype(np.int64)
+    return keys
+
+
 def _item_times(plan: Plan, strand: npt.NDArray[np.int64]) -> FloatArray:
     """Predicted microseconds of every item, ``[items]``."""
     items, strands = plan.schedule.items, plan.config.strands
     key_step, item_time, step_time, split_time = np.array(
         [[s.key_step, s.item_time, s.step_time, s.split_time] for s in strands]
     ).T[:, strand]
-    steps = np.maximum(np.ceil((items[Item.KEY_END] - items[Item.KEY_START]) / key_step), 1)
+    steps = np.ceil((items[Item.HOLE_START] - items[Item.KEY_START]) / key_step)
+    steps = np.maximum(steps + np.ceil((items[Item.KEY_END] - items[Item.HOLE_END]) / key_step), 1)
     times: FloatArray = items[Item.NUM_HEADS] * (
         item_time + steps * step_time + split_time * (items[Item.PARTIAL_ROW] >= 0)
     )

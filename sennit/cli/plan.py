@@ -209,12 +209,12 @@ def _masks(described: dict[str, Any]) -> str:
 
 def _segments(groups: list[dict[str, Any]]) -> Table:
     made = table(
-        "Segments", ">requests", ">new tokens", ">visible keys", "strand", ">items", ">splits", ">share of work"
+        "Segments", ">requests", ">new tokens", ">keys", ">planned", "strand", ">items", ">splits", ">work"
     )
     total = sum(group["time_us"] for group in groups) or 1.0
     for group in groups[:MOST_ROWS]:
         share = f"{100 * group['time_us'] / total:.1f} %"
-        numbers = (f"{group[name]}" for name in ("requests", "q_len", "kv_len"))
+        numbers = (f"{group[name]:.0f}" for name in ("requests", "q_len", "kv_len", "planned_keys"))
         made.add_row(*numbers, group["strand"] or "none", f"{group['items']}", f"{group['splits']}", share)
     if len(groups) > MOST_ROWS:
         made.caption = f"and {len(groups) - MOST_ROWS} more kinds of segment; --json has them all"

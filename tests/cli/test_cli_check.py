@@ -102,7 +102,7 @@ def test_a_failure_ends_with_exit_code_1_and_the_command_that_repeats_it(sennit,
     assert result.exit_code == 1
     assert not found["passed"]
     failure = found["failures"][0]
-    assert ("page=" if group == "random" else "operations: ") in failure["text"]
+    assert ("page_size=" if group == "random" else "operations: ") in failure["text"]
     assert ("no such kernel" in failure["text"]) == (fault == "raising")
     again = sennit(*shlex.split(failure["repeat"])[1:], "--json")
     assert again.exit_code == 1
