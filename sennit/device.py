@@ -31,7 +31,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if resolved.type == "cuda":
         count = torch.cuda.device_count()
         if (resolved.index or 0) >= count:
-            raise InvalidInput("device", expected=f"one of the {count} CUDA devices of this machine", got=str(device))
+            there = f"one of the {count} CUDA devices of this machine" if count else "the CPU: there is no CUDA device"
+            raise InvalidInput("device", expected=there, got=str(device))
         if resolved.index is None:
             return torch.device("cuda", torch.cuda.current_device())
         return resolved

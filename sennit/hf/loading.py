@@ -42,7 +42,7 @@ def load(
             transformers; None for SmolLM2-135M-Instruct (:func:`sennit.hf.smollm2.ensure`). A folder of that name
             goes before a hub id.
         dtype: of the weights; None for the one that they are stored in.
-        device: where the weights go; None for the CPU.
+        device: where the weights go; the current CUDA device if there is one, otherwise the CPU.
 
     Raises:
         InvalidInput: ``dtype`` or ``device`` is not one, or the device is not there.
@@ -50,7 +50,7 @@ def load(
         UnsupportedModel: transformers itself does not know the architecture, or it is not a causal language model.
         FetchFailed: the default model could not be fetched.
     """
-    target = resolve_device(device or "cpu")
+    target = resolve_device(device)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise InvalidInput("dtype", expected="a torch.dtype or None", got=repr(dtype))
     source, local = _resolve(model)
