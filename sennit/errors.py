@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "OutOfPages",
     "PagesReleased",
     "PlanMismatch",
+    "RequestFailed",
     "SennitError",
     "StalePlan",
     "StepClosed",
@@ -126,6 +128,23 @@ class PagesReleased(SennitError, ValueError):
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(type(self), str(self), sequence=self.sequence, length=self.length, shortest=self.shortest)
         return make, (), self.__dict__
+
+
+class RequestFailed(SennitError, RuntimeError):
+    """Some of a batch's requests cannot go on, and the text names them; nothing of the others is lost.
+
+    Attributes:
+        problem: what is wrong.
+        requests: whose fault it is: ids of a batcher's requests, or indices of the prompts.
+    """
+
+    def __init__(self, problem: str, *, requests: Sequence[int] = (), named: str = "request {}") -> None:
+        self.problem, self.requests, self.named = problem, tuple(requests), named
+        who = ", ".join(named.format(request) for request in requests)
+        super().__init__(f"{who}: {problem}" if who else problem)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), self.problem, requests=self.requests, named=self.named), (), self.__dict__
 
 
 class UnknownSequence(SennitError, KeyError):
