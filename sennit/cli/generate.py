@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -88,6 +88,8 @@ def generate(
     asked = _read_prompts(list(prompts or ()), file)
     if "" in (stop or ()):
         fail("--stop: expected at least one character, got none")
+    if _has_other_bytes(stop or ()):
+        fail("--stop: expected text in UTF-8, got other bytes")
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     loaded = _load(model, device, dtype, sampling)
     options = {"max_new_tokens": max_new_tokens, "raw": raw, "stop": stop, **sampling}
@@ -116,11 +118,16 @@ def _read_prompts(prompts: list[str], file: Path | None) -> list[str]:
         fail(f"{file or 'standard input'}: expected text in UTF-8, got {error.object[error.start : error.start + 1]!r}")
     except OSError as error:
         fail(f"--file: {file} cannot be read ({error.strerror})")
-    if any("\udc80" <= letter <= "\udcff" for prompt in prompts for letter in prompt):  # how Python keeps other bytes
+    if _has_other_bytes(prompts):
         fail("PROMPT: expected text in UTF-8, got other bytes")
     if not prompts:
         fail("no prompt: give one (\"sennit generate 'What is a braid?'\"), or --file, or pipe one in")
     return prompts
+
+
+def _has_other_bytes(texts: Iterable[str]) -> bool:
+    """Whether arguments of the command line hold bytes that are no UTF-8, which Python keeps as these letters."""
+    return any("\udc80" <= letter <= "\udcff" for text in texts for letter in text)
 
 
 def _piped_text() -> str:

@@ -208,9 +208,7 @@ def _masks(described: dict[str, Any]) -> str:
 
 
 def _segments(groups: list[dict[str, Any]]) -> Table:
-    made = table(
-        "Segments", ">requests", ">new tokens", ">keys", ">planned", "strand", ">items", ">splits", ">work"
-    )
+    made = table("Segments", ">requests", ">new tokens", ">keys", ">planned", "strand", ">items", ">splits", ">work")
     total = sum(group["time_us"] for group in groups) or 1.0
     for group in groups[:MOST_ROWS]:
         share = f"{100 * group['time_us'] / total:.1f} %"

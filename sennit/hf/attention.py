@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from sennit.attention import BatchAttention
 from sennit.errors import InvalidInput, PlanMismatch, UnsupportedFeature
 from sennit.hf.latent import attend_latent
-from sennit.hf.masks import KeyRanges, key_ranges
+from sennit.hf.masks import KeyRanges, key_ranges, no_mask
 from sennit.hf.models import architecture_of, window_left
 from sennit.spec import AttentionSpec
 
@@ -84,6 +84,7 @@ def attention_forward(
     sm_scale: float = module.scaling if scaling is None else scaling  # type: ignore[assignment]
     if step is None:
         return _attend_padded((query, key, value), layer, attention_mask, sm_scale), None
+    _refuse_mask(attention_mask, query.device)
     spec: AttentionSpec = step.plan(module.layer_idx).spec
     layer.check_spec(spec, module)
     if spec.latent:
@@ -123,6 +124,15 @@ class _Layer:
                     got=f"{name}={planned}",
                     hint="make it of sennit.hf.layer_specs(model)",
                 )
+
+
+def _refuse_mask(mask: Any, device: torch.device) -> None:
+    """Refuse a mask given to a packed step. (One that transformers makes of the step's positions says nothing.)"""
+    given = mask.masked if isinstance(mask, KeyRanges) else mask is not None and mask is not no_mask(device)
+    if given:
+        raise UnsupportedFeature(
+            "attention_mask", "a packed step has no padding: who sees whom is what its cache holds; leave the mask out"
+        )
 
 
 def _attend_step(

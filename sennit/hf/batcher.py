@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sennit.cache.demand import is_integer
-from sennit.errors import CapacityExceeded, InvalidInput, SennitError
+from sennit.cache.layout import read_page_size
+from sennit.errors import CapacityExceeded, InvalidInput, RequestFailed, SennitError
+from sennit.hf.drawing import NO_TOKEN
 from sennit.hf.forward import PackedForward
 from sennit.hf.generation_config import check_generation_config, stop_tokens
 from sennit.hf.models import context_length, layer_specs, model_device, vocab_size
-from sennit.hf.prompts import Prompt, encode
+from sennit.hf.prompts import Prompt, check_tokenizer, encode
 from sennit.hf.queue import RequestQueue
 from sennit.hf.requests import Event, NewToken, Request
 from sennit.hf.sampling import Sampling
 from sennit.hf.sharing import SharedSequences
-from sennit.hf.sizing import default_tokens, longest_alone, positive
+from sennit.hf.sizing import default_tokens, flag, longest_alone, longest_step, positive
 from sennit.hf.stats import BatcherStats
 from sennit.hf.stops import stop_strings
 from sennit.hf.text import TextStream
@@ -70,7 +71,7 @@ class Batcher:
         UnsupportedModel: the model's architecture has not been tested.
         UnsupportedFeature: see :func:`sennit.hf.check_supported`; the model is spread over devices, or its generation
             configuration asks for something that changes tokens, such as a repetition penalty.
-        InvalidInput: a number is out of range.
+        InvalidInput: a number is out of range, or something else is no model, tokenizer or flag.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> tiny = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -111,7 +112,7 @@ class Batcher:
         specs, device = layer_specs(model), model_device(model)
         self._generation_config = getattr(model, "generation_config", None)
         check_generation_config(self._generation_config)
-        self._tokenizer = tokenizer
+        self._tokenizer = check_tokenizer(tokenizer)
         self._vocab_size = vocab_size(model)
         self._context = context_length(model.config)
         self._forward = PackedForward(model)
@@ -121,7 +122,7 @@ class Batcher:
                 wanted,
                 specs,
                 device,
-                page_size=positive("page_size", page_size),
+                page_size=read_page_size(page_size),
                 max_requests=max_requests,
                 max_batch_tokens=max_batch_tokens,
             )
@@ -136,14 +137,17 @@ class Batcher:
             backend=backend,
         )
         self._capacity = longest_alone(self.cache) or self._context
-        self._sequences = SharedSequences(self.cache, share=share_prefixes, max_retained=max_requests)
+        self._sequences = SharedSequences(
+            self.cache, share=flag("share_prefixes", share_prefixes), max_retained=max_requests
+        )
         self._queue = RequestQueue(
             self._sequences,
             capacity=self._capacity,
             max_batch_tokens=max_batch_tokens,
+            max_step_tokens=longest_step(self.cache, max_batch_tokens=max_batch_tokens),
             max_requests=max_requests,
         )
-        self._untold: deque[NewToken] = deque()
+        self._untold: list[NewToken] = []
         self._next_id = 0
         self._closed = False
         self._steps = self._tokens_computed = self._tokens_generated = 0
@@ -185,6 +189,7 @@ class Batcher:
         """
         self._check_open()
         max_new_tokens = positive("max_new_tokens", max_new_tokens)
+        raw, logprobs = flag("raw", raw), flag("logprobs", logprobs)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         text = TextStream(self._tokenizer, stop_strings(stop, self._tokenizer))
         ends = stop_tokens(eos_token_id, self._generation_config, vocab_size=self._vocab_size)
@@ -203,6 +208,8 @@ class Batcher:
     def cancel(self, request: int) -> bool:
         """End a request; the next step reports its end, with finish reason ``"cancelled"`` and what it had until then.
 
+        Nothing is decoded for that: a token that could not be, and an incomplete last character, are left out.
+
         Returns:
             False when it had ended already.
 
@@ -214,18 +221,24 @@ class Batcher:
             raise InvalidInput(
                 "request", expected=f"an id that submit returned ({self._next_id} so far, from 0)", got=repr(request)
             )
-        self._tell()
         found = self._queue.find(request)
         if found is None:
             return False
+        decoded = [new for new in self._untold if new.request is found and new.text is not None]
+        self._untold = [new for new in self._untold if new.request is not found]
+        self._queue.ended += [new.undecided() for new in decoded]
         self._queue.end_early(found, "cancelled")
         return True
 
     def step(self) -> list[Event]:
         """Run one packed forward pass and return what happened, ends of cancelled requests first.
 
-        Without anything to do there are no events. When the forward pass raises, no request has changed: the same
-        step can be tried again. When decoding raises, the next step tells what this one could not.
+        Without anything to do there are no events. When it raises, no request has lost anything: the same step can be
+        tried again, after :meth:`cancel` without the requests that cannot go on.
+
+        Raises:
+            RequestFailed: the model's logits are no numbers for some requests, or the tokenizer raised while it
+                decoded their tokens; the text and ``requests`` name them.
         """
         self._check_open()
         self._tell()
@@ -289,28 +302,48 @@ class Batcher:
         items = [(request.running, count) for request, count in chunks]
         with torch.inference_mode(), self.cache.step(items, split_size=self._split_size) as step:
             tokens, chances = self._forward(step, ids, rows, choices, logprobs=logprobs)
+            _check_tokens(tokens, complete)
         self._steps += 1
         self._tokens_computed += len(ids)
         self._tokens_generated += len(complete)
-        for request, count in chunks:
-            self._queue.computed(request, count)
         for i, request in enumerate(complete):
             chance = chances[i] if chances is not None and request.wants_logprobs else None
-            self._untold.append(request.take(tokens[i], chance))
+            self._untold.append(NewToken(request, choices[i][1], tokens[i], chance))
+        for request, count in chunks:
+            self._queue.computed(request, count)
 
     def _tell(self) -> None:
         """Turn new tokens into events, and end the requests whose last token or stop string has come.
 
-        A tokenizer that raises loses nothing: what is left stays for the next call, and is told before the next step.
+        A tokenizer that raises loses nothing: what it could not decode stays for the next call, and must be told, or
+        its request cancelled, before the next step.
         """
-        while self._untold:
-            new = self._untold[0]
-            event = new.event()
-            self._untold.popleft()
+        failed: dict[int, Exception] = {}
+        for new in self._untold[:]:
+            try:
+                event = new.event()
+            except Exception as error:  # a tokenizer's own
+                failed[new.request.id] = error
+                continue
+            self._untold.remove(new)
             if event.completion is not None:
                 self._queue.end(new.request)
             self._queue.ended.append(event)
+        if failed:
+            first = next(iter(failed.values()))
+            problem = f"the tokenizer raised {type(first).__name__} while it decoded a new token: {first}"
+            raise RequestFailed(problem, requests=list(failed)) from first
 
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInput("batcher", expected="an open batcher", got="one that was closed", hint="make a new one")
+
+
+def _check_tokens(tokens: Sequence[int], requests: Sequence[Request]) -> None:
+    broken = [request.id for request, token in zip(requests, tokens, strict=True) if token == NO_TOKEN]
+    if broken:
+        raise RequestFailed(
+            "expected logits, got NaN or infinity; the model's weights hold NaN, or numbers overflow in its dtype (try "
+            "bfloat16 or float32)",
+            requests=broken,
+        )

@@ -10,11 +10,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sennit.errors import InvalidInput, SennitError
+from sennit.errors import InvalidInput
 from sennit.hf.attention import NAME
-from sennit.hf.drawing import NO_TOKEN, Choice, choose
+from sennit.hf.drawing import Choice, choose
 from sennit.hf.latent import latent_keywords
-from sennit.hf.models import check_supported
+from sennit.hf.masks import no_mask
+from sennit.hf.models import check_supported, model_config
+from sennit.step import Step
 
 __all__ = ["PackedForward", "step_keywords"]
 
@@ -37,7 +39,8 @@ def step_keywords(model: Any, step: Any) -> dict[str, Any]:
 
     Raises:
         UnsupportedModel, UnsupportedFeature: see :func:`sennit.hf.check_supported`.
-        InvalidInput: the model's attention is not Sennit's, and would know nothing of the step.
+        InvalidInput: the model's attention is not Sennit's, and would know nothing of the step; or there is no model or
+            no step.
         StepClosed: the step is not open.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,12 +53,15 @@ def step_keywords(model: Any, step: Any) -> dict[str, Any]:
     >>> logits.shape
     torch.Size([1, 5, 32])
     """
-    latent = check_supported(model.config).latent
-    if model.config._attn_implementation != NAME:
+    config = model_config(model)
+    latent = check_supported(config).latent
+    if not isinstance(step, Step):
+        raise InvalidInput("step", expected="an open step of a sennit.KVCache", got=type(step).__name__)
+    if config._attn_implementation != NAME:
         raise InvalidInput(
             "model",
             expected=f"attention set to {NAME!r}",
-            got=repr(model.config._attn_implementation),
+            got=repr(config._attn_implementation),
             hint=f"call model.set_attn_implementation({NAME!r})",
         )
     keywords = {"position_ids": step.positions[None], "use_cache": False, "sennit_step": step}
@@ -75,9 +81,6 @@ class PackedForward:
             self._turn = _TURNS.setdefault(model, threading.RLock())
         configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_dict")]
         self._configs = list({id(config): config for config in configs}.values())
-        # transformers takes a 4-D mask for a finished one and hands it on. Left to itself it would look for several
-        # sequences in one row, which costs a transfer from the device, and ask for a mask that nobody reads.
-        self._no_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=model.device)
 
     def __call__(
         self, step: Any, ids: Sequence[int], rows: Sequence[int], choices: Sequence[Choice], *, logprobs: bool
@@ -90,32 +93,26 @@ class PackedForward:
             rows: indices into ``ids`` whose next token is wanted; may be empty.
             choices: how each of these tokens is chosen.
             logprobs: also return the natural logarithm of each next token's probability, by the model alone.
+
+        Returns:
+            The tokens, :data:`sennit.hf.drawing.NO_TOKEN` where logits are no numbers, and the logarithms.
         """
         host = torch.tensor([*ids, *rows], dtype=torch.int64)
         device = host.to(self._model.device)
         with self._turn, _attention_set_to(NAME, self._configs):
             logits = self._model(
                 input_ids=device[None, : len(ids)],
-                attention_mask=self._no_mask,
+                attention_mask=no_mask(self._model.device),
                 logits_to_keep=device[len(ids) :],
                 return_dict=True,
                 **step_keywords(self._model, step),
             ).logits[0]
             tokens = choose(logits, choices)
             if not logprobs:
-                return _checked(tokens.tolist()), None
+                return tokens.tolist(), None
             wide = logits if logits.dtype == torch.float64 else logits.float()
             chosen = torch.log_softmax(wide, dim=-1).gather(1, tokens.clamp(min=0)[:, None])[:, 0]
-            return _checked(tokens.tolist()), chosen.tolist()
-
-
-def _checked(tokens: list[int]) -> list[int]:
-    if NO_TOKEN in tokens:
-        raise SennitError(
-            "model: expected logits, got NaN or infinity; its weights hold NaN, or numbers overflow in its dtype (try "
-            "bfloat16 or float32)"
-        )
-    return tokens
+            return tokens.tolist(), chosen.tolist()
 
 
 @contextmanager

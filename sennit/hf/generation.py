@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sennit.cache.layout import read_page_size
+from sennit.errors import RequestFailed
 from sennit.hf.batcher import MAX_BATCH_TOKENS, MAX_NEW_TOKENS, MAX_REQUESTS, PAGE_SIZE, Batcher
 from sennit.hf.models import context_length, layer_specs, model_device, vocab_size
 from sennit.hf.options import Options, OptionsByPrompt, split_options
-from sennit.hf.prompts import Prompt, check_prompts, encode
+from sennit.hf.prompts import Prompt, check_prompts, check_tokenizer, encode
 from sennit.hf.requests import Completion, Event
-from sennit.hf.sizing import default_tokens, positive, tokens_for
+from sennit.hf.sizing import default_tokens, flag, positive, tokens_for
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +51,8 @@ def generate(
         InvalidInput: an option does not exist (the text lists those that do); else see :class:`sennit.hf.Batcher` and
             its ``submit``. What is wrong with one prompt is told of ``prompts[i]``. Nothing has been computed then.
         UnsupportedModel, UnsupportedFeature, CapacityExceeded: likewise.
+        RequestFailed: the model's logits are no numbers for some prompts, or the tokenizer raised while it decoded; the
+            text names ``prompts[i]``, and ``requests`` has the indices.
 
     >>> from transformers import Qwen3Config, Qwen3ForCausalLM
     >>> tiny = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_hidden_layers": 1}
@@ -82,13 +86,14 @@ def stream(
     of_requests, own = split_options(options)
     specs = layer_specs(model)  # refuses a model by name before anything is asked of it
     vocabulary, context = vocab_size(model), context_length(model.config)
+    check_tokenizer(tokenizer)
     listed = check_prompts(prompts)
     asked = OptionsByPrompt(of_requests, count=len(listed))
     requests, lengths = [], []
     for i, prompt in enumerate(listed):
         with asked.named(i):
             request = asked[i]
-            raw = request.pop("raw", False)
+            raw = flag("raw", request.pop("raw", False))
             ids = encode(prompt, tokenizer, raw=raw, vocab_size=vocabulary, context_length=context)
             new = positive("max_new_tokens", request.get("max_new_tokens", MAX_NEW_TOKENS))
             lengths.append(min(len(ids) + new, context))
@@ -108,13 +113,17 @@ def stream(
 def _events(batcher: Batcher) -> Generator[Event, None, None]:
     with batcher:
         while batcher.has_work:
-            yield from batcher.step()
+            try:
+                events = batcher.step()
+            except RequestFailed as error:  # of requests; the caller knows prompts
+                raise RequestFailed(error.problem, requests=error.requests, named="prompts[{}]") from error.__cause__
+            yield from events
 
 
 def _cache_tokens(
     specs: Sequence[AttentionSpec], device: torch.device, lengths: Sequence[int], options: Mapping[str, Any]
 ) -> int:
-    page_size = positive("page_size", options.get("page_size", PAGE_SIZE))
+    page_size = read_page_size(options.get("page_size", PAGE_SIZE))
     max_requests = positive("max_requests", options.get("max_requests", MAX_REQUESTS))
     max_batch_tokens = positive("max_batch_tokens", options.get("max_batch_tokens", MAX_BATCH_TOKENS))
     wanted = tokens_for(lengths, page_size=page_size, max_requests=max_requests)

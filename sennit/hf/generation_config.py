@@ -21,21 +21,24 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
     "guidance_scale": (None, 1),
-    "bad_words_ids": (None,),
-    "suppress_tokens": (None,),
-    "begin_suppress_tokens": (None,),
-    "sequence_bias": (None,),
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
     "exponential_decay_length_penalty": (None,),
     "watermarking_config": (None,),
-    "stop_strings": (None,),
     "token_healing": (None, False),
     "penalty_alpha": (None,),
     "dola_layers": (None,),
-    "force_words_ids": (None,),
-    "constraints": (None,),
 }
+# And those that are lists, which are neutral where they are empty.
+LISTS = (
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "sequence_bias",
+    "stop_strings",
+    "force_words_ids",
+    "constraints",
+)
 
 
 def check_generation_config(generation_config: Any) -> None:
@@ -44,9 +47,10 @@ def check_generation_config(generation_config: Any) -> None:
     Raises:
         UnsupportedFeature: names the setting.
     """
-    for name, neutral in NEUTRAL.items():
+    for name in (*NEUTRAL, *LISTS):
         value = getattr(generation_config, name, None)
-        if value not in neutral:
+        empty = name in LISTS and isinstance(value, (list, tuple, dict)) and not value
+        if value not in NEUTRAL.get(name, (None,)) and not empty:
             instead = " and give stop= with each request" if name == "stop_strings" else ""
             raise UnsupportedFeature(
                 f"generation_config.{name}",

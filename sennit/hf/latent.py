@@ -113,7 +113,8 @@ def check_absorbable(model: Any) -> None:
     """Refuse a model whose latent layers have weights that are more than a plain matrix.
 
     Raises:
-        UnsupportedFeature: a ``kv_b_proj`` is quantized, adapted or otherwise no plain ``torch.nn.Linear``.
+        UnsupportedFeature: a ``kv_b_proj`` is quantized, adapted or otherwise no plain ``torch.nn.Linear``, or
+            has hooks.
     """
     for module in model.modules():
         if hasattr(module, "kv_b_proj"):
@@ -133,4 +134,10 @@ def _check_projection(module: Any, dtype: torch.dtype) -> None:
             f"its weights are absorbed into queries and outputs, which takes a plain torch.nn.Linear of {dtype} "
             f"without a bias, and layer {module.layer_idx} has a {kind} with a {held}; merge adapters, or load the "
             "model unquantized",
+        )
+    if "forward" in vars(projection) or projection._forward_hooks or projection._forward_pre_hooks:
+        raise UnsupportedFeature(
+            "kv_b_proj",
+            f"its weights are absorbed into queries and outputs, so that its forward never runs, and that of layer "
+            f"{module.layer_idx} has hooks or was replaced; remove them",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.masking_utils import (
 
 from sennit.plan.batch import Batch
 
-__all__ = ["KeyRanges", "key_ranges"]
+__all__ = ["KeyRanges", "key_ranges", "no_mask"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,7 @@ class KeyRanges:
         starts: first key of each row that is not padding.
         ends: one past the last such key.
         window: keys that a query sees at most, the one in its own column and those before it; None: no window.
+        masked: a mask was given that hides tokens, or that cannot be read.
         problem: why Sennit cannot express this mask, or empty. Raised by the attention function and not here: a packed
             step brings its own batch and needs no mask.
     """
@@ -45,6 +47,7 @@ class KeyRanges:
     starts: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
     window: int | None = None
+    masked: bool = False
     problem: str = ""
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -91,6 +94,16 @@ class KeyRanges:
         return batch, causal
 
 
+@lru_cache(maxsize=64)
+def no_mask(device: torch.device) -> torch.Tensor:
+    """Return the mask by which a packed step says that it has none.
+
+    transformers takes a 4-D mask for a finished one and hands it on. Left to itself it would look for several sequences
+    in one row, which costs a transfer from the device, and ask for a mask that nobody reads.
+    """
+    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+
+
 def key_ranges(
     batch_size: int,
     q_length: int,
@@ -118,6 +131,7 @@ def key_ranges(
         name = getattr(mask_function, "__qualname__", repr(mask_function)).split(".")[0]
         return KeyRanges(
             *sizes,
+            masked=attention_mask is not None,
             problem="only causal masks are supported, with a sliding window or without, and transformers asks for "
             f"`{name}` (bidirectional attention, several sequences packed in one row, or a custom mask)",
         )
@@ -127,15 +141,18 @@ def key_ranges(
         return KeyRanges(*sizes, first, (0,) * batch_size, (visible,) * batch_size, window)
     if attention_mask.shape[:1] != (batch_size,) or attention_mask.ndim != 2:
         shape = tuple(attention_mask.shape)
-        return KeyRanges(*sizes, problem=f"expected a padding mask [{batch_size}, length], got shape {shape}")
+        problem = f"expected a padding mask [{batch_size}, length], got shape {shape}"
+        return KeyRanges(*sizes, masked=True, problem=problem)
     starts, ends, hole = _runs(attention_mask[:, kv_offset : kv_offset + visible])
     if hole is not None:
         return KeyRanges(
             *sizes,
+            masked=True,
             problem=f"row {hole} of attention_mask has padding between tokens; padding may be on the left, on the "
             "right of a prompt, or both",
         )
-    return KeyRanges(*sizes, first, starts, ends, window)
+    masked = any(starts) or min(ends, default=visible) < visible
+    return KeyRanges(*sizes, first, starts, ends, window, masked)
 
 
 def _window(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sennit.cache.demand import is_integer
 from sennit.errors import InvalidInput, UnsupportedFeature, UnsupportedModel
 from sennit.hf.latent import check_absorbable
 from sennit.spec import AttentionSpec
@@ -18,6 +19,7 @@ __all__ = [
     "check_supported",
     "context_length",
     "layer_specs",
+    "model_config",
     "model_device",
     "vocab_size",
     "window_left",
@@ -132,9 +134,7 @@ def layer_specs(model: Any) -> list[AttentionSpec]:
         UnsupportedModel: the model is of another class.
         UnsupportedFeature: see :func:`check_supported`; or a latent layer's weights cannot be absorbed.
     """
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "get_input_embeddings"):
-        raise InvalidInput("model", expected="a transformers causal language model", got=type(model).__name__)
+    config = model_config(model)
     architecture = check_supported(config)
     if type(model).__name__ != architecture.causal_lm:
         raise _unsupported(type(model).__name__)
@@ -153,6 +153,14 @@ def layer_specs(model: Any) -> list[AttentionSpec]:
         dtype=model.dtype,
     )
     return [spec.replace(window_left=window_left(window)) for window in _windows(config, architecture)]
+
+
+def model_config(model: Any) -> Any:
+    """Return the configuration of a transformers model. Raises :class:`InvalidInput` where it is no such model."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_input_embeddings"):
+        raise InvalidInput("model", expected="a transformers causal language model", got=type(model).__name__)
+    return config
 
 
 def window_left(sliding_window: int | None) -> int | None:
@@ -191,8 +199,18 @@ def context_length(config: Any) -> int:
 
 
 def vocab_size(model: Any) -> int:
-    """Return the number of rows of a model's token embedding: ids must be below it."""
-    return int(model.get_input_embeddings().num_embeddings)
+    """Return the number of rows of a model's token embedding: ids must be below it.
+
+    Raises:
+        UnsupportedFeature: the model has logits for more tokens than that, and could generate what it has no row for.
+    """
+    rows, head = int(model.get_input_embeddings().num_embeddings), model.get_output_embeddings()
+    logits = getattr(head, "out_features", rows)
+    if logits > rows:
+        raise UnsupportedFeature(
+            "lm_head", f"it has logits for {logits} tokens, and only {rows} have an embedding; cut it to {rows} rows"
+        )
+    return rows
 
 
 _BY_LAYER = {a.attention: a for a in SUPPORTED}
@@ -215,6 +233,8 @@ def _windows(config: Any, architecture: Architecture) -> list[int | None]:
         raise UnsupportedFeature("sliding_window", f"{where}, and transformers does not apply them")
     if sliding and window is None:
         raise UnsupportedFeature("sliding_window", f"{where}, and no size for them")
+    if sliding and (not is_integer(window) or window < 1):
+        raise UnsupportedFeature(f"sliding_window={window}", "a window counts the token itself: it must be at least 1")
     if architecture.window_everywhere and window is not None and len(sliding) != count:
         raise UnsupportedFeature("layer_types", f"{where}, and transformers applies it in all of them")
     return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from sennit.errors import CapacityExceeded, InvalidInput
+from sennit.hf.sampling import NEEDS_TEMPERATURE
 
 __all__ = ["BatcherOptions", "Options", "OptionsByPrompt", "RequestOptions", "split_options"]
 
@@ -115,6 +116,13 @@ class OptionsByPrompt:
         try:
             yield
         except InvalidInput as error:
+            if error.expected == NEEDS_TEMPERATURE and error.argument in self.shared and "temperature" in self._each:
+                raise InvalidInput(
+                    error.argument,
+                    expected=error.expected,
+                    got=f"{self.shared[error.argument]}, and prompts[{prompt}] has temperature 0",
+                    hint="give a list with None for greedy prompts",
+                ) from None
             if error.argument in self._each:
                 argument = f"{error.argument}[{prompt}]"
             elif error.argument.startswith("prompt"):  # the prompt, or one of its messages: prompt[2]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any, TypeAlias
 
 from sennit.errors import InvalidInput
 
-__all__ = ["Prompt", "check_prompts", "encode"]
+__all__ = ["Prompt", "check_prompts", "check_tokenizer", "encode"]
 
 Prompt: TypeAlias = "str | Sequence[Mapping[str, Any]] | Sequence[int]"
 
@@ -69,7 +69,7 @@ def check_prompts(prompts: Any) -> list[Prompt]:
     wrap = "put a single prompt in a list: [prompt]"
     if isinstance(prompts, str):
         raise InvalidInput("prompts", expected="a list of prompts", got="one string", hint=wrap)
-    if isinstance(prompts, Mapping) or not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, (Mapping, Set)) or not hasattr(prompts, "__iter__"):
         raise InvalidInput("prompts", expected="a list of prompts", got=type(prompts).__name__, hint=wrap)
     if _is_ids(prompts) and len(prompts):
         raise InvalidInput("prompts", expected="a list of prompts", got="one list of token ids", hint=wrap)
@@ -79,13 +79,16 @@ def check_prompts(prompts: Any) -> list[Prompt]:
     return listed
 
 
+def check_tokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer, or None; raise :class:`InvalidInput` if it is something that cannot decode."""
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise _no_tokenizer(tokenizer)
+    return tokenizer
+
+
 def _encode_text(text: str, tokenizer: Any, *, raw: bool) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInput("prompt", expected="text that UTF-8 can hold", got=repr(text[error.start])) from None
     if raw or not getattr(tokenizer, "chat_template", None):
-        return [int(i) for i in tokenizer(text)["input_ids"]]
+        return _tokenize(text, tokenizer)
     return _apply_template([{"role": "user", "content": text}], tokenizer)
 
 
@@ -121,7 +124,21 @@ def _apply_template(messages: list[dict[str, Any]], tokenizer: Any) -> list[int]
             got=f"{type(error).__name__}: {error}",
         ) from error
     # The template has written the special tokens already.
-    return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return _tokenize(text, tokenizer, add_special_tokens=False)
+
+
+def _tokenize(text: str, tokenizer: Any, **options: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput("prompt", expected="text that UTF-8 can hold", got=repr(text[error.start])) from None
+    try:
+        ids = tokenizer(text, **options)["input_ids"]
+    except Exception as error:  # whatever a tokenizer raises; some know no token for what they were never shown
+        raise InvalidInput(
+            "prompt", expected="text that the tokenizer can encode", got=f"{type(error).__name__}: {error}"
+        ) from error
+    return [int(i) for i in ids]
 
 
 def _needed(tokenizer: Any | None) -> Any:
@@ -129,7 +146,13 @@ def _needed(tokenizer: Any | None) -> Any:
         raise InvalidInput(
             "prompt", expected="token ids, since no tokenizer was given", got="text", hint="pass tokenizer="
         )
+    if not callable(tokenizer):
+        raise _no_tokenizer(tokenizer)
     return tokenizer
+
+
+def _no_tokenizer(given: Any) -> InvalidInput:
+    return InvalidInput("tokenizer", expected="a transformers tokenizer, or None", got=type(given).__name__)
 
 
 def _is_messages(prompt: Any) -> bool:
@@ -138,7 +161,7 @@ def _is_messages(prompt: Any) -> bool:
 
 def _is_ids(prompt: Any) -> bool:
     if (
-        isinstance(prompt, (str, bytes, bytearray, Mapping))
+        isinstance(prompt, (str, bytes, bytearray, Mapping, Set))  # a set has no order
         or not hasattr(prompt, "__len__")
         or not hasattr(prompt, "__iter__")
     ):

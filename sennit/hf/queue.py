@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from sennit.hf.requests import Event, FinishReason, Request
-from sennit.hf.scheduling import Chunk, cut_to_pages, growing_room, share_budget
+from sennit.hf.scheduling import Chunk, cut_to_pages, growing_room, share_budget, tokens_that_fit
 from sennit.hf.sharing import SharedSequences
 
 __all__ = ["RequestQueue"]
@@ -15,12 +15,21 @@ class RequestQueue:
     """First come, first served, as far as memory goes.
 
     Invariants: a running request has a sequence in the cache, a waiting one has none; nobody is in both lists; the
-    request that has run longest is never put back, so that somebody always finishes.
+    request that has run longest is never put back for lack of room, so that somebody always finishes.
     """
 
-    def __init__(self, sequences: SharedSequences, *, capacity: int, max_batch_tokens: int, max_requests: int) -> None:
+    def __init__(
+        self,
+        sequences: SharedSequences,
+        *,
+        capacity: int,
+        max_batch_tokens: int,
+        max_step_tokens: int,
+        max_requests: int,
+    ) -> None:
         self._sequences = sequences
-        self._capacity = capacity  # tokens of the longest sequence that fits alone
+        self._capacity = capacity  # tokens of the longest sequence that fits alone,
+        self._max_step_tokens = max_step_tokens  # computed in steps of so many
         self._max_batch_tokens, self._max_requests = max_batch_tokens, max_requests
         self.running: list[Request] = []  # in the order in which they started
         self.waiting: deque[Request] = deque()
@@ -50,17 +59,30 @@ class RequestQueue:
 
     def schedule(self) -> list[tuple[Request, int]]:
         """Return the next step's requests, each with the number of tokens that it computes; some may end instead."""
+        self._settle()
         chunks = dict(self._place_running())
-        chunks |= self._admit(self._max_batch_tokens - sum(chunks.values()))
+        chunks |= self._admit(list(chunks.items()))
         return [(r, chunks[r.running]) for r in self.running if r.running in chunks]
 
     def computed(self, request: Request, tokens: int) -> None:
         """Say that a step has put that many more of a request's tokens into the cache."""
-        request.cached += tokens
-        self._sequences.computed(request.running, request.tokens, request.cached)
+        self._holds(request, request.cached + tokens)
         if request.pending and not request.chunked:
             request.chunked = True
             self.prompts_chunked += 1
+
+    def _settle(self) -> None:
+        """Make good a step that was interrupted after the cache had taken its tokens, and before anybody knew."""
+        for request in reversed(self.running[:]):
+            length = self._sequences.length(request.running)
+            if length == len(request.tokens):  # the token that comes next was computed, and is lost
+                self._put_back(request)
+            elif length != request.cached:
+                self._holds(request, length)
+
+    def _holds(self, request: Request, length: int) -> None:
+        request.cached = length
+        self._sequences.computed(request.running, request.tokens, length)
 
     def _place_running(self) -> list[Chunk]:
         """Chunks of the running requests, after making the room that their decoding needs."""
@@ -77,9 +99,10 @@ class RequestQueue:
                 self.end_early(self.running[0], "capacity")
         return []
 
-    def _admit(self, max_tokens: int) -> list[Chunk]:
-        """Start waiting requests while there is room for all that they need; return their chunks."""
+    def _admit(self, placed: list[Chunk]) -> list[Chunk]:
+        """Start waiting requests while there is room for all that they need; return their chunks beside the others."""
         chunks: list[Chunk] = []
+        max_tokens = self._max_batch_tokens - sum(tokens for _, tokens in placed)
         held_back: list[Request] = []
         try:
             while self.waiting and max_tokens > 0 and len(self.running) < self._max_requests:
@@ -97,12 +120,16 @@ class RequestQueue:
                 new = (sequence, len(request.tokens) - shared)
                 # All known tokens of everybody must fit, so that a prompt which has been started is also finished.
                 known, spare = [*self._pending(), new], growing_room(len(self.running))
-                if not self._sequences.make_room(known, spare=spare, max_step_tokens=self._max_batch_tokens):
+                if not self._sequences.make_room(known, spare=spare, max_step_tokens=self._max_step_tokens):
                     self._sequences.drop(sequence)
                     break
                 self._start(self.waiting.popleft(), sequence, shared)
-                chunks.append((sequence, min(new[1], max_tokens)))
-                max_tokens -= chunks[-1][1]
+                wanted = (sequence, min(new[1], max_tokens))
+                count = tokens_that_fit(wanted, [*placed, *chunks], self._sequences.missing_pages)
+                if not count:
+                    break
+                chunks.append((sequence, count))
+                max_tokens -= count
         finally:
             self.waiting.extendleft(reversed(held_back))
         return chunks

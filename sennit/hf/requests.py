@@ -113,21 +113,15 @@ class Request:
         """Tokens that are known and not in the cache yet."""
         return len(self.tokens) - self.cached
 
-    def take(self, token: int, logprob: float | None) -> NewToken:
-        """Add a generated token, with its log-probability where that was asked for; nothing is decoded yet."""
-        self.tokens.append(token)
+    def put(self, place: int, token: int, logprob: float | None) -> None:
+        """Make ``token`` the generated token at a place, from 0, and the last one; saying it again changes nothing."""
+        self.tokens[self.num_prompt_tokens + place :] = [token]
         if logprob is not None:
-            self.logprobs.append(logprob)
-        reason: FinishReason | None = None
-        if token in self.stop_tokens:
-            reason = "stop"
-        elif len(self.tokens) - self.num_prompt_tokens == self.max_new_tokens:
-            reason = "length"
-        return NewToken(self, token, logprob, reason)
+            self.logprobs[place:] = [logprob]
 
     def end(self, reason: FinishReason) -> Event:
-        """Return the event of a request that ends without a new token."""
-        return Event(self.id, None, self.stream.finish(), None, self.completion(reason))
+        """Return the event of a request that ends without a new token; nothing is decoded for it."""
+        return Event(self.id, None, self.stream.finish_undecoded(), None, self.completion(reason))
 
     def completion(self, reason: FinishReason) -> Completion:
         """What the caller gets in the end."""
@@ -138,24 +132,29 @@ class Request:
 
 @dataclass(eq=False)
 class NewToken:
-    """A token that a request has, and that its caller has not been told of.
+    """A token computed for a request, which takes it once it is decoded.
 
     Decoding is a tokenizer's code, which may raise or be interrupted: :meth:`event` can then be tried again.
     """
 
     request: Request
+    place: int  # among the request's generated tokens, from 0
     token: int
     logprob: float | None
-    reason: FinishReason | None
     text: str | None = None  # what has become complete with the token
 
     def event(self) -> Event:
-        """Decode the token and return its event, the request's last one with its completion."""
-        stream = self.request.stream
+        """Decode the token, give it to its request and return its event, the last one with the completion."""
+        request = self.request
         if self.text is None:
-            self.text = stream.push(self.token)
-        if self.reason is None and stream.matched is None:
-            return Event(self.request.id, self.token, self.text, self.logprob)
-        text = self.text + stream.finish()
-        reason: FinishReason = "stop" if self.reason is None or stream.matched is not None else self.reason
-        return Event(self.request.id, self.token, text, self.logprob, self.request.completion(reason))
+            self.text = request.stream.push(self.token)
+        request.put(self.place, self.token, self.logprob)
+        stops = request.stream.matched is not None or self.token in request.stop_tokens
+        if not stops and self.place + 1 < request.max_new_tokens:
+            return self.undecided()
+        text = self.text + request.stream.finish()
+        return Event(request.id, self.token, text, self.logprob, request.completion("stop" if stops else "length"))
+
+    def undecided(self) -> Event:
+        """Return the event of a decoded token after which its request goes on, or ends in another way."""
+        return Event(self.request.id, self.token, self.text or "", self.logprob)

@@ -14,7 +14,9 @@ import numpy as np
 from sennit.cache.demand import is_integer
 from sennit.errors import InvalidInput
 
-__all__ = ["Sampling"]
+__all__ = ["NEEDS_TEMPERATURE", "Sampling"]
+
+NEEDS_TEMPERATURE = "a temperature above 0 beside it"
 
 Number = TypeVar("Number", int, float)
 
@@ -97,7 +99,7 @@ out, or give a temperature (1.0 is the model's own)
             if (given := getattr(self, name)) is not None:
                 raise InvalidInput(
                     name,
-                    expected="a temperature above 0 beside it",
+                    expected=NEEDS_TEMPERATURE,
                     got=f"{given} at temperature 0",
                     hint="leave it out, or give a temperature (1.0 is the model's own)",
                 )
@@ -109,4 +111,9 @@ def _integer(value: object) -> int | None:
 
 def _real(value: object) -> float | None:
     """A finite or infinite number as a float; None of anything else. Comparisons with NaN are false."""
-    return float(value) if isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) else None
+    if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond every float
+        return None

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-__all__ = ["Chunk", "MissingPages", "cut_to_pages", "growing_room", "share_budget"]
+__all__ = ["Chunk", "MissingPages", "cut_to_pages", "growing_room", "share_budget", "tokens_that_fit"]
 
 # (sequence, tokens): for a running sequence the tokens that are known but not in the cache yet, in a step those that
 # it computes.
@@ -59,7 +59,7 @@ def cut_to_pages(chunks: Sequence[Chunk], *, missing_pages: MissingPages) -> lis
     for sequence, tokens in chunks:
         if tokens > 1:
             placed = list(counts.items())
-            count = _tokens_that_fit((sequence, tokens), placed, missing_pages)
+            count = tokens_that_fit((sequence, tokens), placed, missing_pages)
             if count:
                 counts[sequence] = count
     return [(sequence, counts[sequence]) for sequence, _ in chunks if sequence in counts] or None
@@ -74,7 +74,9 @@ def growing_room(num_running: int) -> int:
     return num_running + 1 if num_running else 0
 
 
-def _tokens_that_fit(chunk: Chunk, placed: Sequence[Chunk], missing_pages: MissingPages) -> int:
-    """How many of a chunk's tokens fit beside the chunks already placed."""
+def tokens_that_fit(chunk: Chunk, placed: Sequence[Chunk], missing_pages: MissingPages) -> int:
+    """Return how many of a chunk's tokens fit beside the chunks already placed."""
     sequence, tokens = chunk
+    if not missing_pages([*placed, chunk]):
+        return tokens
     return bisect_right(range(1, tokens + 1), 0, key=lambda count: missing_pages([*placed, (sequence, count)]))

@@ -35,6 +35,10 @@ class SharedSequences:
         """Finished sequences that are still in the cache."""
         return len(self._retained)
 
+    def length(self, sequence: int) -> int:
+        """Tokens that the cache holds of a sequence."""
+        return self._cache.length(sequence)
+
     def missing_pages(self, chunks: Sequence[Chunk]) -> int:
         """Pages that must become free before a step over these chunks fits."""
         return self._cache.missing_pages(chunks)

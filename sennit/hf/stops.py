@@ -64,7 +64,8 @@ def stop_strings(stop: str | Sequence[str] | None, tokenizer: Any | None) -> tup
         tokenizer: needed as soon as there is one.
 
     Raises:
-        InvalidInput: an empty string, something that is no string, or no tokenizer.
+        InvalidInput: an empty string, something that is no string, or no tokenizer; a string that no text can have: a
+            special token, or what UTF-8 cannot hold.
 
     >>> stop_strings("###", object()), stop_strings(None, None)
     (('###',), ())
@@ -76,4 +77,15 @@ def stop_strings(stop: str | Sequence[str] | None, tokenizer: Any | None) -> tup
         raise InvalidInput(
             "stop", expected="no strings, since no tokenizer was given", got=repr(stop), hint="pass tokenizer="
         )
+    special = getattr(tokenizer, "all_special_tokens", ()) if given else ()
+    for one in given:
+        if any("\ud800" <= letter <= "\udfff" for letter in one):
+            raise InvalidInput("stop", expected="text that UTF-8 can hold", got=repr(one))
+        if one in special:
+            raise InvalidInput(
+                "stop",
+                expected="text, in which special tokens are left out",
+                got=f"the special token {one!r}",
+                hint=f"give eos_token_id={tokenizer.convert_tokens_to_ids(one)}",  # type: ignore[union-attr]
+            )
     return tuple(given)

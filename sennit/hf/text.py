@@ -50,6 +50,10 @@ class TextStream:
             return ""
         return self._hand_out(self._stops.push(self._decoder.finish()) + self._stops.finish())
 
+    def finish_undecoded(self) -> str:
+        """Return what was held back for the stop strings alone, without asking the tokenizer for more."""
+        return self._hand_out(self._stops.finish())
+
     def _hand_out(self, piece: str) -> str:
         self._pieces.append(piece)
         return piece

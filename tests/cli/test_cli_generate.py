@@ -154,6 +154,7 @@ def test_texts_end_before_a_stop_string(generate, expected):
         (("hi", "--temperature", "1", "--top-p", "1.5"), None, "top_p: expected a number above 0, at most 1"),
         (("hi", "--seed", "7"), None, "seed: expected a temperature above 0 beside it"),
         (("hi", "--stop", ""), None, "--stop: expected at least one character"),
+        (("hi", "--stop", "a\udcff"), None, "--stop: expected text in UTF-8"),
     ],
 )
 def test_what_cannot_be_generated_from_is_said_before_anything_is_loaded(generate, monkeypatch, arguments, stdin, said):

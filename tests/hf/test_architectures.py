@@ -303,6 +303,20 @@ def test_weights_that_cannot_be_absorbed_are_refused(kind: str) -> None:
         Batcher(model, num_tokens=64)
 
 
+@pytest.mark.parametrize("kind", ["hook", "pre-hook", "forward"])
+def test_a_projection_whose_forward_would_never_run_is_refused(kind: str) -> None:
+    model = tiny_model("deepseek_v3")
+    projection = model.model.layers[2].self_attn.kv_b_proj
+    if kind == "hook":
+        projection.register_forward_hook(lambda *args: args[-1] * 2)
+    elif kind == "pre-hook":
+        projection.register_forward_pre_hook(lambda module, args: args[0] * 2)
+    else:
+        projection.forward = lambda x: x
+    with pytest.raises(UnsupportedFeature, match=r"^kv_b_proj: .* layer 2 has hooks or was replaced"):
+        Batcher(model, num_tokens=64)
+
+
 def test_weights_that_were_adapted_later_are_refused_by_the_step() -> None:
     model = tiny_model("deepseek_v3")
     with Batcher(model, num_tokens=64, max_requests=4) as batcher:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import CACHE_ARGUMENT, reference_tokens, tiny_model
@@ -19,8 +21,9 @@ from transformers import (
 )
 
 import sennit.hf
+import sennit.hf.sizing
 from sennit.errors import CapacityExceeded, InvalidInput, PlanMismatch, UnsupportedFeature, UnsupportedModel
-from sennit.hf import Batcher, check_supported, generation
+from sennit.hf import Batcher, check_supported, generation, layer_specs, step_keywords
 from sennit.hf.masks import key_ranges
 from sennit.hf.models import context_length
 from sennit.hf.options import BatcherOptions, RequestOptions
@@ -382,6 +385,109 @@ def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("mask", "refused"),
+    [
+        (None, False),
+        (torch.tensor([[1, 1, 1, 1]]), False),
+        (torch.tensor([[0, 1, 0, 1]]), True),
+        (torch.tensor([[0, 0, 1, 1]]), True),
+        (torch.tensor([[1, 1, 1, 0]]), True),
+        (torch.zeros(1, 1, 4, 4, dtype=torch.float64), True),
+        (torch.ones(1, 1, 1, 1, dtype=torch.bool), True),
+    ],
+    ids=str,
+)
+def test_a_mask_beside_a_packed_step_is_refused_where_it_hides_anything(name: str, mask: Any, refused: bool) -> None:
+    model = tiny_model(name)
+    model.set_attn_implementation("sennit")
+    cache = KVCache(layer_specs(model), num_tokens=64, device="cpu")
+    with torch.inference_mode():
+        for given in (None, mask):
+            with (
+                pytest.raises(UnsupportedFeature, match=r"^attention_mask: a packed step has no padding")
+                if refused and given is not None
+                else nullcontext(),
+                cache.step([(cache.add(), 2), (cache.add(), 2)]) as step,
+            ):
+                model(IDS, attention_mask=given, **step_keywords(model, step))
+
+
+def test_what_is_no_model_or_no_step_is_refused_by_name(llama: Any) -> None:
+    llama.set_attn_implementation("sennit")
+    with pytest.raises(InvalidInput, match=r"^step: expected an open step of a sennit.KVCache, got NoneType"):
+        step_keywords(llama, None)
+    with pytest.raises(InvalidInput, match=r"^model: expected a transformers causal language model, got NoneType"):
+        step_keywords(None, None)
+
+
+def test_logits_for_tokens_without_an_embedding_are_refused(llama: Any) -> None:
+    llama.lm_head = torch.nn.Linear(32, 300, bias=False, dtype=torch.float64)
+    with pytest.raises(UnsupportedFeature, match=r"^lm_head: it has logits for 300 tokens, and only 260"):
+        Batcher(llama, num_tokens=64)
+    llama.lm_head = torch.nn.Linear(32, 100, bias=False, dtype=torch.float64)
+    Batcher(llama, num_tokens=64).close()
+
+
+@pytest.mark.parametrize("prompts", [["a"], [[1]]])
+def test_something_that_is_no_tokenizer_is_refused_before_anything_runs(llama: Any, prompts: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"^tokenizer: expected a transformers tokenizer, or None, got str"):
+        sennit.hf.generate(llama, "tok", prompts)
+    with pytest.raises(InvalidInput, match=r"^tokenizer: expected a transformers tokenizer, or None, got Decoder"):
+        sennit.hf.generate(llama, type("Decoder", (), {"decode": str})(), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_requests": 10**30}, "max_requests: expected an integer of at most 2147483647"),
+        (
+            {"max_requests": 1, "max_batch_tokens": 10**30},
+            "max_batch_tokens: expected an integer of at most 2147483647",
+        ),
+        ({"page_size": 2**30}, "page_size: expected pages that fit the memory"),
+        ({"share_prefixes": "no"}, "share_prefixes: expected a boolean, got 'no'"),
+        ({"raw": "no"}, "raw: expected a boolean, got 'no'"),
+        ({"logprobs": "no"}, "logprobs: expected a boolean, got 'no'"),
+        ({"raw": [True, 1]}, r"raw\[1\]: expected a boolean, got 1"),
+        ({"logprobs": [None, True]}, r"logprobs\[0\]: expected a boolean, got None"),
+        ({"temperature": 10**400}, "temperature: expected 0"),
+        ({"temperature": 1, "top_p": -(10**400)}, "top_p: expected a number above 0"),
+        (
+            {"temperature": [0.0, 0.8], "top_p": 0.9},
+            r"top_p: .* got 0.9, and prompts\[0\] has temperature 0; give a list with None for greedy prompts",
+        ),
+        ({"temperature": [0.0, 0.8], "top_p": 5}, "top_p: expected a number above 0, at most 1, got 5"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_meant_are_named_as_they_were_given(
+    llama: Any, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sennit.hf.sizing, "free_bytes", lambda device: 2**36)
+    with pytest.raises(InvalidInput, match=f"^{message}"):
+        sennit.hf.generate(llama, None, [[1], [2]], **options)
+
+
+def test_flags_of_numpy_are_flags(llama: Any) -> None:
+    done = sennit.hf.generate(llama, None, [[1], [2]], max_new_tokens=1, logprobs=np.array([True, False]), raw=np.True_)
+    assert [one.logprobs is None for one in done] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_a_window_of_nothing_is_named_as_the_configuration_says_it(name: str) -> None:
+    with pytest.raises(UnsupportedFeature, match=r"^sliding_window=0: a window counts the token itself"):
+        Batcher(tiny_model(name, sliding_window=0), num_tokens=64)
+
+
+@pytest.mark.parametrize("setting", ["suppress_tokens", "bad_words_ids", "begin_suppress_tokens"])
+def test_empty_lists_in_a_generation_configuration_change_nothing(llama: Any, setting: str) -> None:
+    expected = reference_tokens(llama, [1, 2], 4)
+    setattr(llama.generation_config, setting, [])
+    assert sennit.hf.generate(llama, None, [[1, 2]], max_new_tokens=4)[0].token_ids == expected
 
 
 def test_importing_sennit_does_not_import_transformers() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import reference_tokens, tiny_model
 from typer.testing import CliRunner
 
 import sennit
+import sennit.hf.batcher as batcher_module
 from sennit.cli.generate import _read_prompts
 from sennit.hf import Batcher, generate
 from sennit.hf.loading import load
@@ -58,20 +59,115 @@ def test_a_tokenizer_that_raises_once_loses_no_token_and_no_event(fails_at: int,
         assert all(event.completion is None for event in mine[:-1])
 
 
-def test_a_cancelled_request_is_told_the_tokens_that_a_failed_step_left_first() -> None:
+def test_a_cancelled_request_ends_without_the_tokens_that_could_not_be_decoded() -> None:
     with Batcher(tiny_model("llama"), FailingTokenizer(1, RuntimeError), num_tokens=256) as batcher:
         request = batcher.submit([1, 2, 3], max_new_tokens=8, eos_token_id=[])
         with pytest.raises(RuntimeError):
             batcher.step()
         assert batcher.cancel(request)
-        first, last = batcher.step()
-        assert (first.completion, last.finish_reason) == (None, "cancelled")
-        assert last.completion.token_ids == [first.token_id]
+        (last,) = batcher.step()
+        assert (last.token_id, last.finish_reason, last.completion.token_ids) == (None, "cancelled", [])
     with Batcher(tiny_model("llama"), num_tokens=256) as batcher:
         batcher.submit([1], max_new_tokens=1)
         batcher.submit([2], max_new_tokens=1)
         with pytest.raises(sennit.InvalidInput, match="request"):
             batcher.cancel(True)
+
+
+class TokenlessTokenizer(FailingTokenizer):
+    """Cannot decode one token, ever."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__(-1, RuntimeError)
+        self.token = token
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        if self.token in ids:
+            raise KeyError(self.token)
+        return super().decode(ids, skip_special_tokens)
+
+
+def test_a_token_that_cannot_be_decoded_is_its_requests_alone() -> None:
+    model, prompts = tiny_model("llama"), [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    expected = [reference_tokens(model, prompt, 6) for prompt in prompts]
+    bad = next(token for token in expected[1] if token not in expected[0] + expected[2])
+    place = expected[1].index(bad)
+    with Batcher(model, TokenlessTokenizer(bad), num_tokens=256) as batcher:
+        for prompt in prompts:
+            batcher.submit(prompt, max_new_tokens=6, eos_token_id=[])
+        events = [event for _ in range(place) for event in batcher.step()]
+        for _ in range(2):
+            with pytest.raises(sennit.RequestFailed, match=r"^request 1: the tokenizer raised KeyError") as caught:
+                batcher.step()
+            assert (caught.value.requests, type(caught.value.__cause__)) == ((1,), KeyError)
+        assert batcher.cancel(1)
+        while batcher.has_work:
+            events += batcher.step()
+    for request, tokens in enumerate(expected):
+        mine = [event for event in events if event.request == request]
+        had = tokens[:place] if request == 1 else tokens
+        assert [event.token_id for event in mine if event.token_id is not None] == had
+        assert mine[-1].completion.token_ids == had
+        assert "".join(event.text for event in mine) == mine[-1].completion.text
+        assert mine[-1].finish_reason == ("cancelled" if request == 1 else "length")
+    with pytest.raises(sennit.RequestFailed, match=r"^prompts\[1\]: the tokenizer raised KeyError"):
+        generate(model, TokenlessTokenizer(bad), prompts, max_new_tokens=6, eos_token_id=[])
+
+
+def test_logits_that_are_no_numbers_name_their_request_and_the_others_go_on_without_it() -> None:
+    model, prompts = tiny_model("llama"), [[1, 2], [3, 200], [4]]
+    expected = [reference_tokens(model, prompt, 3) for prompt in prompts]
+    assert 200 not in expected[0] + expected[2]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[200] = torch.nan
+    with Batcher(model, num_tokens=256) as batcher:
+        for prompt in prompts:
+            batcher.submit(prompt, max_new_tokens=3, eos_token_id=[])
+        with pytest.raises(sennit.RequestFailed, match=r"^request 1: expected logits, got NaN"):
+            batcher.step()
+        assert batcher.cancel(1)
+        done = {}
+        while batcher.has_work:
+            done |= {event.request: event.completion for event in batcher.step() if event.completion}
+    assert (done[0].token_ids, done[2].token_ids) == (expected[0], expected[2])
+    with pytest.raises(sennit.RequestFailed, match=r"^prompts\[1\]: expected logits, got NaN"):
+        generate(model, None, prompts, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("call", range(8))
+@pytest.mark.parametrize("what", ["NewToken", "computed"])
+def test_an_interrupt_after_a_step_loses_no_token(
+    name: str, call: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = tiny_model(name), [list(range(20)), [4, 5], [6]]
+    calls = 0
+    with Batcher(model, num_tokens=256, max_batch_tokens=8, max_requests=4, page_size=4) as batcher:
+        place = batcher_module if what == "NewToken" else batcher._queue
+        original = getattr(place, what)
+
+        def interrupted(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call + 1:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        monkeypatch.setattr(place, what, interrupted)
+        for prompt in prompts:
+            batcher.submit(prompt, max_new_tokens=4, eos_token_id=[])
+        events, stopped = [], 0
+        while batcher.has_work:
+            try:
+                events += batcher.step()
+            except KeyboardInterrupt:
+                stopped += 1
+            batcher.cache.check()
+    assert stopped == 1
+    for request, prompt in enumerate(prompts):
+        mine = [event for event in events if event.request == request]
+        expected = reference_tokens(model, prompt, 4)
+        assert [event.token_id for event in mine] == mine[-1].completion.token_ids == expected
 
 
 def test_logits_that_are_no_numbers_are_an_error_and_not_token_zero() -> None:

@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from sennit.errors import InvalidInput
+from sennit.hf import generate
 from sennit.hf.prompts import check_prompts, encode
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -106,3 +110,24 @@ def test_a_list_of_prompts_may_mix_forms() -> None:
     assert check_prompts(prompts) == prompts
     assert check_prompts([]) == []
     assert check_prompts(iter(prompts)) == prompts
+
+
+def test_messages_that_utf8_cannot_hold_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"^prompt: expected text that UTF-8 can hold"):
+        ids_of([{"role": "user", "content": "a\ud800"}], tokenizer)
+
+
+@pytest.mark.parametrize("prompts", [[{3, 1}], [frozenset([3])], {"a", "b"}, {3, 1}])
+def test_sets_have_no_order_and_are_no_prompts(prompts: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"^prompts?: expected .*got (frozen)?set"):
+        encode(check_prompts(prompts)[0], None, raw=False, vocab_size=8, context_length=8)
+
+
+def test_what_a_tokenizer_raises_at_a_prompt_names_the_prompt() -> None:
+    core = Tokenizer(models.WordLevel({"known": 0}))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    message = r"^prompts\[1\]: expected text that the tokenizer can encode, got Exception: .*Missing \[UNK\]"
+    with pytest.raises(InvalidInput, match=message) as caught:
+        generate(tiny_model("llama"), tokenizer, ["known", "unknown"])
+    assert type(caught.value.__cause__) is Exception

@@ -250,7 +250,10 @@ def test_which_lists_are_one_a_prompt(name: str, value: Any, each: list[Any]) ->
         ({"temperature": [0.5, -1]}, r"temperature\[1\]: expected 0 \(greedy decoding\) or a positive number, got -1"),
         ({"max_new_tokens": [5, 0]}, r"max_new_tokens\[1\]: expected an integer of at least 1, got 0"),
         ({"temperature": [0.5, 0], "seed": [1, 2]}, r"seed\[1\]: expected a temperature above 0 beside it, got 2 at"),
-        ({"temperature": [0.5, 0], "seed": 7}, r"seed: expected a temperature above 0 beside it, got 7 at"),
+        (
+            {"temperature": [0.5, 0], "seed": 7},
+            r"seed: expected a temperature above 0 beside it, got 7, and prompts\[1\] has temperature 0",
+        ),
         ({"stop": [None, ["a"]]}, r"stop\[1\]: expected no strings, since no tokenizer was given"),
         ({"eos_token_id": [[1], ["x"]]}, r"eos_token_id\[1\]: expected an integer or a list of integers"),
         ({"temperature": (t for t in (0.5, 0.5))}, "temperature: .* got <generator"),

@@ -114,7 +114,7 @@ def test_a_sequence_shorter_than_a_page_is_not_retained(cache: KVCache) -> None:
 
 
 def test_a_request_that_has_outgrown_the_cache_while_it_waited_ends(cache: KVCache) -> None:
-    queue = RequestQueue(shared(cache), capacity=64, max_batch_tokens=8, max_requests=4)
+    queue = RequestQueue(shared(cache), capacity=64, max_batch_tokens=8, max_step_tokens=8, max_requests=4)
     for length in (65, 64):
         queue.waiting.append(Request(length, [1] * length, 5, Sampling(), frozenset(), False, TextStream(None)))
     chunks = queue.schedule()

@@ -16,7 +16,7 @@ from sennit import AttentionSpec
 from sennit.cache.groups import PageGroup
 from sennit.cache.pages import PagePool
 from sennit.cache.sequences import Sequences
-from sennit.errors import InvalidInput
+from sennit.errors import CapacityExceeded, InvalidInput
 from sennit.hf import Batcher
 from sennit.hf.sizing import default_tokens, longest_alone
 from sennit.kvcache import KVCache
@@ -100,6 +100,29 @@ def test_a_cache_too_small_for_the_window_ends_a_request_with_its_capacity() -> 
     assert done[0].token_ids == reference_tokens(model, prompt, 32 + 1 - 20)
 
 
+@pytest.mark.parametrize("num_tokens", [9, 10, 12, 15, 20, 27, 33, 34, 35, 36])
+def test_windows_in_all_layers_pass_any_prompt_through_a_cache_that_holds_little_more_than_one(num_tokens: int) -> None:
+    """From the fewest pages that a window and a new token take to those of a whole step."""
+    model, prompts = tiny_model("mistral", sliding_window=WINDOW), [random_prompt(n, n) for n in (50, 3, 61)]
+    with Batcher(model, page_size=1, num_tokens=num_tokens, max_batch_tokens=27, max_requests=3) as batcher:
+        for prompt in prompts:
+            batcher.submit(prompt, max_new_tokens=4)
+        _, done = drain(batcher)
+    for i, prompt in enumerate(prompts):
+        assert done[i].token_ids == reference_tokens(model, prompt, 4), i
+
+
+@pytest.mark.parametrize("num_tokens", [WINDOW, WINDOW + 1])
+def test_a_prompt_longer_than_a_cache_that_holds_no_window_and_step_is_refused(num_tokens: int) -> None:
+    model = tiny_model("mistral", sliding_window=WINDOW)
+    with Batcher(model, page_size=1, num_tokens=num_tokens, max_batch_tokens=27, max_requests=3) as batcher:
+        with pytest.raises(CapacityExceeded):
+            batcher.submit(random_prompt(50))
+        batcher.submit(prompt := random_prompt(3), max_new_tokens=3)
+        _, done = drain(batcher)
+    assert done[0].token_ids == reference_tokens(model, prompt, 3)
+
+
 def test_the_longest_sequence_alone_is_endless_only_where_every_layer_has_a_window() -> None:
     options = {"num_tokens": 200, "page_size": PAGE, "max_sequences": 1, "max_step_tokens": 4, "device": "cpu"}
     assert longest_alone(KVCache([SPEC, LOCAL], **options)) == 200
@@ -110,7 +133,7 @@ def test_the_longest_sequence_alone_is_endless_only_where_every_layer_has_a_wind
 
 
 @pytest.mark.parametrize("specs", [[SPEC, LOCAL], [LOCAL, LOCAL], [SPEC, LOCAL, LOCAL, SPEC.replace(head_dim=4)]])
-@pytest.mark.parametrize("free", [200, 4_000, 100_000, 10**9])
+@pytest.mark.parametrize("free", [400, 4_000, 100_000, 10**9])
 def test_default_sizes_take_their_part_of_the_memory_as_the_cache_divides_it(
     specs: list[AttentionSpec], free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def tiny_model(architecture: str, *, tied: bool = False, dtype: torch.dtype = to
         "initializer_range": 0.3,
     }
     torch.manual_seed(11)
-    model = model_class(config_class(**(sizes | PECULIAR.get(architecture, {}) | changes))).to(dtype).eval()
+    model = model_class(config_class(**(sizes | deepcopy(PECULIAR.get(architecture, {})) | changes))).to(dtype).eval()
     if architecture in ("gpt_oss", "deepseek_v3"):
         model.set_experts_implementation("eager")  # the others know no float64
     for layer in model.model.layers if architecture == "gpt_oss" else ():

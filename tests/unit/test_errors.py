@@ -15,6 +15,7 @@ SPECIAL = {
     "UnsupportedFeature": lambda: errors.UnsupportedFeature("tree", "not implemented"),
     "OutOfPages": lambda: errors.OutOfPages("4 pages needed", needed=4, free=1, total=16),
     "PagesReleased": lambda: errors.PagesReleased("sequence 3 ...", sequence=3, length=5, shortest=24),
+    "RequestFailed": lambda: errors.RequestFailed("got NaN", requests=[3, 5], named="prompts[{}]"),
 }
 COPIES = {
     "copy": copy.copy,
