@@ -18,3 +18,8 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items):
+    """The tests that run a real model first: they take longest, and no other worker should wait for them at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("model") is None)

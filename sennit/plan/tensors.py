@@ -178,9 +178,10 @@ def pack(
     array[: len(header)] = header
     for at, rows in ((items_at, schedule.items), (merges_at, schedule.merges)):
         array[at : at + rows.size].reshape(-1, ROW_WIDTH)[:] = rows.T
-    section = array[segments_at : segments_at + len(segments) * ROW_WIDTH].reshape(-1, ROW_WIDTH)
+    columns = np.zeros((ROW_WIDTH, len(segments)), np.int32)  # written row by row, which is faster, and then turned
     for column, name in enumerate(SEGMENT_FIELDS):
-        section[:, column] = getattr(segments, name)
+        columns[column] = getattr(segments, name)
+    array[segments_at : segments_at + columns.size].reshape(-1, ROW_WIDTH)[:] = columns.T
     for tree, at, q_len in zip(segments.trees, segments.tree_at.tolist(), segments.q_len.tolist(), strict=False):
         if tree is not None:
             words = tree.words(q_len)
