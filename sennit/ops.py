@@ -90,13 +90,14 @@ def _attend(
     _check_pages(k, arrays, operator)
     if env.debug():
         _check_device_data(arrays, page_table, kv_lens, k.shape[0], operator)
-    names = [capture.name for capture in operator.spec.captures]
-    read = {"q": q, "k": k, "v": v, "sinks": sinks, "alibi_slopes": alibi_slopes, "packed_mask": packed_mask}
-    read.update(zip(names, captures, strict=True))
-    if not fresh:
-        _check_written("out", out, read)
-    if lse is not None:
-        _check_written("lse", lse, {**read, "out": out})
+    captured = {known.name: tensor for known, tensor in zip(operator.spec.captures, captures, strict=True)}
+    if not fresh or lse is not None:
+        read = {"q": q, "k": k, "v": v, "sinks": sinks, "alibi_slopes": alibi_slopes, "packed_mask": packed_mask}
+        read |= {f"captures[{name!r}]": tensor for name, tensor in captured.items()}
+        if not fresh:
+            _check_written("out", out, read)
+        if lse is not None:
+            _check_written("lse", lse, read | {"out": out})
     if fresh and arrays[Header.NUM_TOKENS] < q.shape[0]:
         out.zero_()
     launch = Attend(
@@ -116,7 +117,7 @@ def _attend(
         packed_mask=packed_mask,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        captures=dict(zip(names, captures, strict=True)),
+        captures=captured,
     )
     with torch.autocast(q.device.type, enabled=False):
         registry.load(operator.backend).attend(launch)

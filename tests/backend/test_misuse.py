@@ -207,6 +207,21 @@ def test_results_are_not_written_over_what_is_read_or_over_each_other():
     run(out=memory.as_strided((8, 4, 8), (1, 64, 8), 512))  # transposed, but every element has its place
 
 
+def test_a_capture_may_be_called_like_an_argument_and_both_are_kept_from_being_overwritten():
+    k = torch.zeros(4)
+    spec = SPEC.replace(score_mod=lambda score, b, h, q_idx, kv_idx: score + k[h])
+    attn = sennit.BatchAttention(spec, page_size=4, device="cpu")
+    plan = attn.plan(sennit.Batch.parse("8@8", page_size=4))
+    memory = torch.zeros(1024)
+    pools = memory[:128].view(2, 4, 2, 8), torch.zeros(2, 4, 2, 8)
+
+    def run(k, out):
+        return attn.run(plan, torch.randn(8, 4, 8), pools, sm_scale=1.0, captures={"k": k}, out=out.view(8, 4, 8))
+
+    refused(lambda: run(torch.zeros(4), memory[:256]), "out", "memory of k")
+    refused(lambda: run(memory[300:304], memory[256:512]), "out", "memory of captures['k']")
+
+
 def test_nested_tensors_are_refused_by_name():
     nested = torch.nested.nested_tensor([torch.zeros(2, 8), torch.zeros(3, 8)])
     attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu")
