@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CellType, FunctionType
 from typing import Any
 
@@ -148,32 +148,40 @@ def make_problem(
     for name, wanted in (("sinks", spec.learned_sinks), ("alibi_slopes", spec.alibi)):
         if wanted:
             run_options[name] = normal(spec.num_qo_heads, dtype=torch.float32)
-    shapes = zip(q_lens, kv_lens if bounds is None else bounds, strict=True)
-    masks = [torch.from_numpy(rng.random(shape) < 0.67).to(q.device) for shape in shapes]
-    plan_options: dict[str, Any] = {"packed_mask": pack_mask(masks).to(q.device)} if masked else {}
+    plan_options: dict[str, Any] = {}
+    parents: Sequence[Sequence[int] | None] = trees or [None] * len(q_lens)
     if trees is not None:
-        plan_options["tree"] = [None if parents is None else Tree(parents) for parents in trees]
+        plan_options["tree"] = [None if nodes is None else Tree(nodes) for nodes in parents]
+    masks = []
+    if masked:
+        shapes = zip(q_lens, kv_lens if bounds is None else bounds, strict=True)
+        masks = [torch.from_numpy(rng.random(shape) < 0.67).to(q.device) for shape in shapes]
+        plan_options["packed_mask"] = pack_mask(masks).to(q.device)
+    common = _common_rules(spec, functions, run_options)
     rules = [
-        Rules(
-            window_left=spec.window_left,
-            window_right=spec.window_right,
-            num_sink_tokens=spec.num_sink_tokens,
-            logits_soft_cap=spec.logits_soft_cap,
-            alibi_slopes=run_options.get("alibi_slopes"),
-            sinks=run_options.get("sinks"),
-            parents=None if trees is None else trees[r],
-            mask=masks[r][:, : kv_lens[r]] if masked else None,
-            score_mod=None if functions is None else _closed_over(functions.score_mod, captures),
-            mask_mod=None if functions is None else _closed_over(functions.mask_mod, captures),
-            request=r,
-        )
-        for r in range(len(q_lens))
+        replace(common, parents=nodes, mask=masks[r][:, : kv_lens[r]] if masked else None, request=r)
+        for r, nodes in enumerate(parents)
     ]
     text = f"{batch} {spec} {storage} causal={flags} gaps={gaps} trees={trees} masked={masked} kv_lens={list(kv_lens)}"
     scale = float(rng.choice([1.0, 0.5, 2.0])) * spec.head_dim_qk**-0.5
     return Problem(
         spec, page_size, kv_layout, batch, flags, q, kv, keys, values, scale, rules, plan_options, run_options, text
     )  # fmt: skip
+
+
+def _common_rules(spec: AttentionSpec, functions: Functions | None, run_options: Mapping[str, Any]) -> Rules:
+    """What all requests of a layer have in common."""
+    given, captures = functions or Functions(), run_options.get("captures", {})
+    return Rules(
+        window_left=spec.window_left,
+        window_right=spec.window_right,
+        num_sink_tokens=spec.num_sink_tokens,
+        logits_soft_cap=spec.logits_soft_cap,
+        alibi_slopes=run_options.get("alibi_slopes"),
+        sinks=run_options.get("sinks"),
+        score_mod=_closed_over(given.score_mod, captures),
+        mask_mod=_closed_over(given.mask_mod, captures),
+    )
 
 
 def _closed_over(function: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,8 +65,13 @@ def latent_keywords(model: Any) -> dict[str, Any]:
     5.23, ``cache`` from 5.24) and under the one by which the attention function finds it.
     """
     rows = LatentRows()
-    arguments = inspect.signature(type(model).forward).parameters
-    return {"cache" if "cache" in arguments else "past_key_values": rows, "sennit_latents": rows}
+    model_class: Any = type(model)
+    return {_cache_argument(model_class): rows, "sennit_latents": rows}
+
+
+@cache
+def _cache_argument(model_class: Any) -> str:
+    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
 
 
 def attend_latent(

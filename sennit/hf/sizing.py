@@ -91,7 +91,7 @@ def tokens_for(lengths: Sequence[int], *, page_size: int, max_requests: int) -> 
     96
     """
     longest = sorted(lengths, reverse=True)[:max_requests]
-    return sum(-(-length // page_size) + 1 for length in longest) * page_size
+    return sum(pages_for(length, page_size) + 1 for length in longest) * page_size
 
 
 def positive(name: str, value: object) -> int:

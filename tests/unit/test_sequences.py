@@ -472,27 +472,25 @@ def mirror(sequences, device):
     return device
 
 
-def test_marked_cells_bring_a_mirror_up_to_date_after_any_operations():
-    rng = np.random.default_rng(8)
-    sequences = make(num_pages=60, page_size=2)
+def assert_marked_cells_suffice(sequences, *, seed, operations, most):
+    """Random operations on at most so many sequences, with a mirror that is told of marked cells only, now and then."""
+    rng = np.random.default_rng(seed)
     device = mirror(sequences, None)
-    for _ in range(1500):
+    for _ in range(operations):
         ids = list(sequences.slots)
         choice = rng.integers(6)
-        if choice == 0 and len(ids) < 30:
+        if choice == 0 and len(ids) < most:
             sequences.add()
-        elif choice == 1 and 0 < len(ids) < 30:
+        elif choice in (1, 2) and 0 < len(ids) < most:
             seq = ids[rng.integers(len(ids))]
-            sequences.fork(seq, int(rng.integers(sequences.length(seq) + 1)))
-        elif choice == 2 and ids:
-            seq = ids[rng.integers(len(ids))]
-            sequences.trim(seq, int(rng.integers(sequences.length(seq) + 1)))
-        elif choice == 3 and len(ids) > 20:
+            cut = sequences.fork if choice == 1 else sequences.trim
+            cut(seq, int(rng.integers(sequences.shortest(seq), sequences.length(seq) + 1)))
+        elif choice == 3 and len(ids) > 2 * most // 3:
             sequences.remove(ids[rng.integers(len(ids))])
         elif ids:
             batch = rng.choice(ids, size=int(rng.integers(min(len(ids), 5) + 1)), replace=False)
             try:
-                sequences.reserve(STEP, [(int(seq), int(rng.integers(5))) for seq in batch])
+                sequences.reserve(STEP, [(int(seq), int(rng.integers(6))) for seq in batch])
             except OutOfPages:
                 sequences.remove(ids[0])
                 continue
@@ -502,8 +500,17 @@ def test_marked_cells_bring_a_mirror_up_to_date_after_any_operations():
         if rng.random() < 0.6:
             device = mirror(sequences, device)
             for seq, slot in sequences.slots.items():
-                assert device[0, slot, : sequences.tables.page_counts[slot]].tolist() == sequences.pages(seq).tolist()
+                for group in range(len(sequences.groups)):
+                    pages = sequences.pages(seq, group)
+                    mirrored = device[group, slot, : sequences.tables.page_counts[slot]]
+                    assert len(mirrored) == len(pages)
+                    assert mirrored[pages >= 0].tolist() == pages[pages >= 0].tolist()
         check_sequences(sequences)
+
+
+def test_marked_cells_bring_a_mirror_up_to_date_after_any_operations():
+    sequences = make(num_pages=60, page_size=2)
+    assert_marked_cells_suffice(sequences, seed=8, operations=1500, most=30)
 
 
 @pytest.mark.parametrize(
