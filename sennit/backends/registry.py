@@ -17,6 +17,7 @@ from sennit.spec import AttentionSpec
 __all__ = ["Candidate", "candidates", "choose", "load", "names"]
 
 BUILT_IN = {
+    "cpu": "sennit.backends.cpu:BACKEND",
     "reference": "sennit.backends.reference:BACKEND",
     "reference-items": "sennit.backends.reference:ITEMS_BACKEND",
 }

@@ -8,7 +8,7 @@ import sennit
 from sennit.check.compare import compare
 from sennit.check.problems import Problem
 
-BACKENDS = ["reference", "reference-items"]
+BACKENDS = ["cpu", "reference", "reference-items"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 

@@ -32,7 +32,7 @@ from sennit.errors import CacheCorrupt, IncompleteStep, InvalidInput, OutOfPages
 from sennit.kvcache import KVCache
 
 STEP = object()  # the owner of a reservation
-BACKENDS = ["reference", "reference-items"]
+BACKENDS = ["cpu", "reference", "reference-items"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SPECS = {
     "gqa": gqa_spec(),

@@ -24,7 +24,7 @@ from kvcache_twin import (
 from sennit.errors import IncompleteStep, InvalidInput, OutOfPages, PagesReleased
 from sennit.kvcache import KVCache
 
-BACKENDS = ["reference", "reference-items"]
+BACKENDS = ["cpu", "reference", "reference-items"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FULL = gqa_spec()
 LOCAL = gqa_spec(window_left=6)

@@ -10,7 +10,7 @@ import sennit
 from sennit.check.oracle import dense_attention
 from sennit.check.problems import make_problem
 
-BACKENDS = ["reference", "reference-items"]
+BACKENDS = ["cpu", "reference", "reference-items"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SPEC = sennit.AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim_qk=8, head_dim_vo=12, dtype=torch.float32)
 MLA = sennit.AttentionSpec.mla(num_qo_heads=4, kv_lora_rank=8, qk_rope_head_dim=4, dtype=torch.float32)

@@ -17,7 +17,7 @@ from sennit.plan.cost import KernelConfig, Strand
 from sennit.plan.plan import make_plan
 
 SPEC = sennit.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
-BACKENDS = ["reference", "reference-items"]
+BACKENDS = ["cpu", "reference", "reference-items"]
 
 
 def setup(backend="reference", spec=SPEC, kv_lens=(9, 5), q_lens=(3, 1)):

@@ -1,0 +1,153 @@
+"""The CPU backend: native kernels over the planner's work items, on PyTorch's own threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from sennit.backends.base import Append, Attend, Support
+from sennit.backends.cpu.costs import kernel_configs
+from sennit.backends.cpu.instructions import instruction_set
+from sennit.backends.cpu.libraries import ELEMENTS, attention_source, cache_source, function, graph_address
+from sennit.backends.cpu.threads import parallel_function
+from sennit.errors import BuildFailed, BuildUnavailable
+from sennit.plan.cost import KernelConfig
+from sennit.plan.tensors import Header
+from sennit.spec import AttentionSpec
+
+__all__ = ["CpuBackend", "last_worker_times"]
+
+NO_LIMIT = 2**31 - 1  # kNoLimit of launch.h
+
+
+@dataclass(frozen=True)
+class CpuBackend:
+    """Kernels in C++, compiled for this machine when they are first needed. Everything accumulates in float32."""
+
+    name: str = "cpu"
+
+    def available(self, device: torch.device) -> Support:
+        """On CPUs, where a C++ compiler is found."""
+        if device.type != "cpu":
+            return Support.no(f"it runs on CPUs, not on {device}")
+        return _cache_support()
+
+    def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
+        """Everything but float64; what a spec needs is built here, so that a failure to build is a reason."""
+        for field in ("dtype", "kv_dtype"):
+            if (dtype := getattr(spec, field)) not in ELEMENTS:
+                return Support.no(f"{field}={dtype} is not computed in float32, which is all that it has")
+        return _attention_support(spec)
+
+    def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
+        """See :func:`~sennit.backends.cpu.costs.kernel_configs`."""
+        return kernel_configs(
+            spec.dtype, spec.kv_dtype, spec.head_dim_qk, spec.head_dim_vo, spec.latent, torch.get_num_threads()
+        )
+
+    def attend(self, launch: Attend) -> None:
+        """See :class:`~sennit.backends.base.Backend`."""
+        spec, partial_rows = launch.spec, launch.arrays[Header.NUM_PARTIAL_ROWS]
+        partials = torch.empty(partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
+        split = partial_rows * spec.head_dim_vo
+        _attention(spec.dtype, spec.kv_dtype)(
+            launch.plan,
+            launch.page_table,
+            launch.kv_lens,
+            _dense_columns(launch.q),
+            launch.k,
+            launch.v,
+            launch.out,
+            launch.lse,
+            partials[:split],
+            partials[split:],
+            launch.page_size or 0,
+            spec.group_size,
+            launch.sm_scale,
+            spec.logits_soft_cap or 0.0,
+            NO_LIMIT if spec.window_left is None else spec.window_left,
+            NO_LIMIT if spec.window_right is None else spec.window_right,
+            spec.num_sink_tokens,
+            None if launch.alibi_slopes is None else launch.alibi_slopes.contiguous(),
+            None if launch.sinks is None else launch.sinks.contiguous(),
+            launch.packed_mask,
+            graph_address(spec),
+            list(launch.captures.values()),
+            parallel_function(),
+            torch.get_num_threads(),
+        )
+
+    def append(self, launch: Append) -> None:
+        """See :class:`~sennit.backends.base.Backend`."""
+        _append()(
+            launch.plan,
+            launch.arrays[Header.NUM_SEGMENTS],
+            launch.page_table,
+            launch.kv_lens,
+            launch.slots,
+            _dense_columns(launch.k),
+            None if launch.v is None else _dense_columns(launch.v),
+            launch.k_pages,
+            launch.v_pages,
+            parallel_function(),
+            torch.get_num_threads(),
+        )
+
+    def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~sennit.backends.base.Backend`."""
+        lse = lses.logsumexp(dim=0)
+        weights = (lses - lse.masked_fill(lse.isneginf(), 0)).exp_().unsqueeze(-1)
+        out = (weights * outs.float().masked_fill(weights == 0, 0)).sum(dim=0)
+        return out.to(outs.dtype), lse
+
+    def copy_pages(self, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See :class:`~sennit.backends.base.Backend`."""
+        _copy_pages()(pages, source.long(), target.long(), parallel_function(), torch.get_num_threads())
+
+
+def last_worker_times() -> list[float]:
+    """Microseconds that each worker of the last bfloat16 launch took; what was not launched has none."""
+    return [float(time) for time in function(attention_source(torch.bfloat16, torch.bfloat16), "last_worker_times")()]
+
+
+@cache
+def _attention(dtype: torch.dtype, kv_dtype: torch.dtype) -> Callable[..., Any]:
+    return function(attention_source(dtype, kv_dtype), "attend")
+
+
+@cache
+def _append() -> Callable[..., Any]:
+    return function(cache_source(), "append")
+
+
+@cache
+def _copy_pages() -> Callable[..., Any]:
+    return function(cache_source(), "copy_pages")
+
+
+@cache
+def _cache_support() -> Support:
+    return _built(_append)
+
+
+@cache
+def _attention_support(spec: AttentionSpec) -> Support:
+    return _built(lambda: (_attention(spec.dtype, spec.kv_dtype), graph_address(spec)))
+
+
+def _built(build: Callable[[], object]) -> Support:
+    """Whether something could be built."""
+    try:
+        instruction_set()
+        build()
+    except (BuildUnavailable, BuildFailed) as error:
+        return Support.no(str(error))
+    return Support.yes()
+
+
+def _dense_columns(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

@@ -1,0 +1,182 @@
+// Products of a wide tile on the matrix registers of AMX, which hold 16 rows of 64 bytes.
+//
+// An instruction adds A [16, 32] times B to C [16, 16] floats, where A lies row by row and B as pairs of its rows: keys in
+// place are A of the scores, transposed values A of the outputs, and panels of queries and weights are B as they are.
+#pragma once
+
+#include "products.h"
+#include "scratch.h"
+
+namespace sennit {
+
+#if defined(SENNIT_AMX)
+static_assert(W == 16);
+
+template <class T>
+struct MatrixProducts {
+  static constexpr int kUnit = 2;
+  static constexpr int kKeyRound = 32;
+  static constexpr int kBlockKeys = 256;
+  static constexpr int kTileRows = 16, kTileUnits = 16, kTileBytes = 64;
+
+  int dim_qk, dim_vo;
+  int units, columns;
+  uint32_t* staged_keys;    // [kBlockKeys, units]
+  uint32_t* packed_values;  // [columns / 16][kBlockKeys / 32][16 columns, 16 pairs of keys]
+  const void* keys[kBlockKeys / kTileRows];
+  int64_t key_stride[kBlockKeys / kTileRows];  // bytes
+
+  MatrixProducts(int dim_qk, int dim_vo)
+      : dim_qk(dim_qk), dim_vo(dim_vo), units((dim_qk + 31) / 32 * kTileUnits), columns((dim_vo + 31) / 32 * 32) {}
+
+  size_t bytes() const {
+    return Scratch::bytes_of<uint32_t>(size_t(kBlockKeys) * units) +
+           Scratch::bytes_of<uint32_t>(size_t(columns) * kBlockKeys / kUnit);
+  }
+  void place(Scratch& scratch) {
+    staged_keys = scratch.take<uint32_t>(size_t(kBlockKeys) * units);
+    packed_values = scratch.take<uint32_t>(size_t(columns) * kBlockKeys / kUnit);
+  }
+
+  // The registers are configured while an item runs, and given back after it: others in this thread use them too.
+  void begin() {
+    struct alignas(64) {
+      uint8_t palette, start_row, reserved[14];
+      uint16_t row_bytes[16];
+      uint8_t rows[16];
+    } config = {};
+    config.palette = 1;
+    for (int i = 0; i < 8; ++i) config.row_bytes[i] = kTileBytes, config.rows[i] = kTileRows;
+    _tile_loadconfig(&config);
+  }
+  void end() { _tile_release(); }
+
+  void take(const T* const* k, const T* const* v, int count) {
+    const int round = (count + kKeyRound - 1) / kKeyRound * kKeyRound;
+    for (int key = 0; key < round; key += kTileRows) take_keys(k + key, key / kTileRows);
+    for (int key = 0; key < round; key += kKeyRound)
+      for (int d = 0; d < columns; d += 32) take_values(v + key, key / kKeyRound, d);
+  }
+
+  void scores(const uint32_t* queries, int count, float* scores) const {
+    constexpr int kBytes = kPanelRows * 4;
+    for (int key = 0; key < count; key += 32) {
+      const int g = key / kTileRows;
+      for (int lane = 0; lane < kPanelRows; lane += 32) {
+        float* to = scores + key * kPanelRows + lane;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int unit = 0; unit < units; unit += kTileUnits) {
+          _tile_loadd(4, static_cast<const char*>(keys[g]) + unit * 4, key_stride[g]);
+          _tile_loadd(6, queries + unit * kPanelRows + lane, kBytes);
+          _tile_loadd(7, queries + unit * kPanelRows + lane + 16, kBytes);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_loadd(5, static_cast<const char*>(keys[g + 1]) + unit * 4, key_stride[g + 1]);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, to, kBytes);
+        _tile_stored(1, to + 16, kBytes);
+        _tile_stored(2, to + 16 * kPanelRows, kBytes);
+        _tile_stored(3, to + 16 * kPanelRows + 16, kBytes);
+      }
+    }
+  }
+
+  void accumulate(const uint32_t* weights, int count, const f32x* alpha, bool grew, float* outputs) const {
+    constexpr int kBytes = kPanelRows * 4;
+    if (grew) {
+      for (int d = 0; d < columns; ++d) {
+        float* at = outputs + int64_t(d) * kPanelRows;
+        unroll<kPanelVectors>([&](auto j) SENNIT_LAMBDA { store(at + j * W, load(at + j * W) * alpha[j]); });
+      }
+    }
+    constexpr int kTile = kTileRows * kTileUnits, kPerColumns = kBlockKeys / 32 * kTile;
+    for (int d = 0; d < columns; d += 32) {
+      const uint32_t* values = packed_values + d / 16 * kPerColumns;
+      for (int lane = 0; lane < kPanelRows; lane += 32) {
+        float* to = outputs + int64_t(d) * kPanelRows + lane;
+        _tile_loadd(0, to, kBytes);
+        _tile_loadd(1, to + 16, kBytes);
+        _tile_loadd(2, to + 16 * kPanelRows, kBytes);
+        _tile_loadd(3, to + 16 * kPanelRows + 16, kBytes);
+        for (int key = 0; key < count; key += 32) {
+          const uint32_t* b = weights + key / 2 * kPanelRows + lane;
+          _tile_loadd(4, values + key / 32 * kTile, kTileBytes);
+          _tile_loadd(6, b, kBytes);
+          _tile_loadd(7, b + 16, kBytes);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_loadd(5, values + key / 32 * kTile + kPerColumns, kTileBytes);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, to, kBytes);
+        _tile_stored(1, to + 16, kBytes);
+        _tile_stored(2, to + 16 * kPanelRows, kBytes);
+        _tile_stored(3, to + 16 * kPanelRows + 16, kBytes);
+      }
+    }
+  }
+
+ private:
+  // 16 keys: in place where they lie evenly, otherwise copied.
+  void take_keys(const T* const* k, int group) {
+    const intptr_t stride = reinterpret_cast<intptr_t>(k[1]) - reinterpret_cast<intptr_t>(k[0]);
+    bool even = dim_qk % 32 == 0;
+    for (int i = 2; i < kTileRows; ++i)
+      even &= reinterpret_cast<intptr_t>(k[i]) - reinterpret_cast<intptr_t>(k[i - 1]) == stride;
+    keys[group] = k[0];
+    key_stride[group] = stride;
+    if (even) return;
+    uint32_t* to = staged_keys + int64_t(group) * kTileRows * units;
+    keys[group] = to;
+    key_stride[group] = int64_t(units) * 4;
+    for (int i = 0; i < kTileRows; ++i)
+      for (int unit = 0; unit < units; unit += W)
+        store(to + int64_t(i) * units + unit, load_units(k[i] + unit * 2, dim_qk - unit * 2, std::integral_constant<int, 2>{}));
+  }
+
+  // 32 keys of 32 columns, turned so that a column's pairs of keys are a row.
+  void take_values(const T* const* v, int group, int d) {
+    constexpr int kTile = kTileRows * kTileUnits, kPerColumns = kBlockKeys / 32 * kTile;
+    u32x even[W], odd[W];
+    for (int j = 0; j < W; ++j) {
+      const u32x a = load_units(v[2 * j] + d, dim_vo - d, std::integral_constant<int, 2>{});
+      const u32x b = load_units(v[2 * j + 1] + d, dim_vo - d, std::integral_constant<int, 2>{});
+      even[j] = (a & 0xffffu) | b << 16;
+      odd[j] = a >> 16 | (b & 0xffff0000u);
+    }
+    transpose(even);
+    transpose(odd);
+    uint32_t* to = packed_values + d / 16 * kPerColumns + group * kTile;
+    for (int i = 0; i < W; ++i) {
+      uint32_t* row = to + (i >= W / 2) * kPerColumns + 2 * i % W * kTileUnits;
+      store(row, even[i]);
+      store(row + kTileUnits, odd[i]);
+    }
+  }
+};
+#endif
+
+// How the wide strand multiplies elements of Q and T.
+template <class Q, class T>
+struct ChooseProducts {
+  using type = VectorProducts<T, FloatUnits>;
+};
+#if defined(SENNIT_AMX)
+template <>
+struct ChooseProducts<bf16, bf16> {
+  using type = MatrixProducts<bf16>;
+};
+#elif defined(SENNIT_BF16_DOTS)
+template <>
+struct ChooseProducts<bf16, bf16> {
+  using type = VectorProducts<bf16, PairUnits>;
+};
+#endif
+
+}  // namespace sennit

@@ -1,0 +1,73 @@
+// Which keys a work item reads, block by block, and where their rows are.
+#pragma once
+
+#include "launch.h"
+
+namespace sennit {
+
+// At most N keys in a row. Keys that are not there (past the exact length, without a page, or padding) read zeros, since
+// slots that nobody owns may hold NaN, and a weight of zero does not cancel it.
+template <class T, int N>
+struct KeyBlock {
+  int first, count;      // keys first : first + count; the rest up to N is padding
+  bool complete;         // all `count` keys are there
+  const T* k[N];         // rows of KV head 0, or zeros
+  const T* v[N];
+  int64_t k_head[N], v_head[N];  // from one head to the next
+};
+
+template <int N, class Q, class T>
+static void find_keys(KeyBlock<T, N>& block, const Launch<Q, T>& launch, const Segment& segment, int first, int count,
+                      int exact_len, const T* zeros) {
+  block.first = first;
+  block.count = count;
+  block.complete = true;
+  const int there = std::clamp(exact_len - first, 0, count);
+  int i = 0;
+  while (i < there) {
+    const int key = first + i;
+    int64_t k_at, v_at;
+    int run = there - i;
+    if (launch.page_size) {
+      const int64_t page = launch.page_table[int64_t(segment.kv_start) + key / launch.page_size];
+      const int slot = key % launch.page_size;
+      run = std::min(run, launch.page_size - slot);
+      if (page < 0) {  // given back behind a window
+        block.complete = false;
+        for (int end = i + run; i < end; ++i) {
+          block.k[i] = block.v[i] = zeros;
+          block.k_head[i] = block.v_head[i] = 0;
+        }
+        continue;
+      }
+      k_at = page * launch.k.page_stride + slot * launch.k.slot_stride;
+      v_at = page * launch.v.page_stride + slot * launch.v.slot_stride;
+    } else {
+      k_at = (int64_t(segment.kv_start) + key) * launch.k.slot_stride;
+      v_at = (int64_t(segment.kv_start) + key) * launch.v.slot_stride;
+    }
+    for (int end = i + run; i < end; ++i, k_at += launch.k.slot_stride, v_at += launch.v.slot_stride) {
+      block.k[i] = launch.k.data + k_at;
+      block.v[i] = launch.v.data + v_at;
+      block.k_head[i] = launch.k.head_stride;
+      block.v_head[i] = launch.v.head_stride;
+    }
+  }
+  if (there < count) block.complete = false;
+  for (; i < N; ++i) {
+    block.k[i] = block.v[i] = zeros;
+    block.k_head[i] = block.v_head[i] = 0;
+  }
+}
+
+// Calls body(first, count) for an item's keys in blocks of at most `size`, those of its hole left out.
+template <class Body>
+static void for_key_blocks(const Item& item, int exact_len, int size, Body&& body) {
+  const int ranges[2][2] = {{item.key_start, item.hole_start}, {item.hole_end, item.key_end}};
+  for (const auto& range : ranges) {
+    const int end = std::min(range[1], exact_len);
+    for (int first = range[0]; first < end; first += size) body(first, std::min(size, end - first));
+  }
+}
+
+}  // namespace sennit

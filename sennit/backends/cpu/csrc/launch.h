@@ -1,0 +1,92 @@
+// The arguments of a launch as kernels see them, and rows of a plan's array (plan/tensors.py, plan/schedule.py).
+#pragma once
+
+#include <algorithm>
+
+#include "element.h"
+#include "graph.h"
+
+namespace sennit {
+
+constexpr int kRowWidth = 12;  // int32 words of an item, a merge and a segment
+constexpr int kNoLimit = INT32_MAX;
+
+struct Segment {
+  int32_t request, q_start, q_len, kv_start, kv_len, key_offset, causal, tree_len, tree_at, mask_at, unused[2];
+};
+struct Item {
+  int32_t segment, row_start, num_rows, head_start, num_heads, key_start, key_end, partial_row, hole_start, hole_end,
+      unused[2];
+};
+struct Merge {
+  int32_t segment, row_start, num_rows, head, first_row, num_parts, stride, unused[5];
+};
+static_assert(sizeof(Segment) == 4 * kRowWidth && sizeof(Item) == 4 * kRowWidth && sizeof(Merge) == 4 * kRowWidth);
+
+// A plan's sections.
+struct Plan {
+  const Segment* segments;
+  const Item* items;
+  const Merge* merges;
+  const int32_t* worker_indptr;  // [strands, workers + 1]
+  const int32_t* trees;
+  int num_merges, num_strands, num_workers;
+
+  explicit Plan(const int32_t* words) {
+    enum { kNumMerges = 8, kNumStrands = 10, kNumWorkers, kSegmentsAt, kItemsAt, kWorkersAt, kMergesAt, kTreesAt };
+    segments = reinterpret_cast<const Segment*>(words + words[kSegmentsAt]);
+    items = reinterpret_cast<const Item*>(words + words[kItemsAt]);
+    merges = reinterpret_cast<const Merge*>(words + words[kMergesAt]);
+    worker_indptr = words + words[kWorkersAt];
+    trees = words + words[kTreesAt];
+    num_merges = words[kNumMerges];
+    num_strands = words[kNumStrands];
+    num_workers = words[kNumWorkers];
+  }
+};
+
+// Rows [rows, heads, dim] with contiguous dim; strides in elements.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t row_stride, head_stride;
+
+  T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
+};
+
+// Keys or values: pages [pages, slots, heads, dim], or packed rows [rows, heads, dim], with contiguous dim.
+template <class T>
+struct Pool {
+  const T* data;
+  int64_t page_stride, slot_stride, head_stride;
+};
+
+template <class Q, class T>
+struct Launch {
+  Plan plan;
+  const int32_t* page_table;
+  const int32_t* kv_lens;  // exact lengths, or null
+  int page_size;           // 0: keys are packed rows
+  Rows<const Q> q;
+  Pool<T> k, v;
+  Rows<Q> out;
+  Rows<float> lse;  // data may be null; dim is 1
+  float* partial_out;  // [partial rows, dim_vo]
+  float* partial_lse;  // [partial rows]
+  int group_size, dim_qk, dim_vo;
+  double sm_scale;
+  float soft_cap;               // 0: none
+  const float* alibi_slopes;    // [heads], or null
+  const float* sinks;           // [heads], or null
+  const uint8_t* packed_mask;   // or null
+  int window_left, window_right, num_sink_tokens;  // kNoLimit: no window
+  GraphFunction graph;          // or null
+  const GraphCapture* captures;
+
+  int exact_len(const Segment& s) const { return kv_lens ? std::min(kv_lens[s.request], s.kv_len) : s.kv_len; }
+
+  // Whether logits are more than products times a factor that is not zero (-inf times zero is NaN).
+  bool transforms() const { return soft_cap != 0 || alibi_slopes || graph || sm_scale == 0; }
+};
+
+}  // namespace sennit

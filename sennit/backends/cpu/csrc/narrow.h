@@ -1,0 +1,300 @@
+// The narrow strand: tiles of few query rows, bound by reading keys and values, each byte of which is read once.
+//
+// Lanes run along the dimension: a line of a key meets all query rows while it is in registers. A pipeline keeps loads and
+// arithmetic apart: scores of the next step, then softmax and outputs of this one, each fetching what comes after it.
+#pragma once
+
+#include "output.h"
+#include "scratch.h"
+
+namespace sennit {
+
+// A line: the elements of one vector register as floats, in the order that needs no shuffles.
+template <class T>
+struct Line {
+  static constexpr int kVectors = 4 / sizeof(T), kSize = W * kVectors;
+
+  // Place in the line of lane `lane` of vector `vector`.
+  static constexpr int place(int vector, int lane) {
+    return std::is_same_v<T, bf16> ? 2 * lane + vector : vector * W + lane;
+  }
+  static SENNIT_INLINE void read(const T* from, f32x* to) {
+    if constexpr (std::is_same_v<T, bf16>) {
+      const u32x raw = load_as<u32x>(from);
+      to[0] = (f32x)(raw << 16);
+      to[1] = (f32x)(raw & 0xffff0000u);
+    } else {
+      unroll<kVectors>([&](auto i) SENNIT_LAMBDA { to[i] = to_floats(from + i * W); });
+    }
+  }
+  static SENNIT_INLINE void read(const T* from, int count, f32x* to) {
+    alignas(kVectorBytes) T copy[kSize] = {};
+    std::memcpy(copy, from, count * sizeof(T));
+    read(copy, to);
+  }
+};
+
+template <class Q, class T, int R>
+class Narrow {
+  static_assert(R <= W && W % R == 0);
+  using L = Line<T>;
+  static constexpr int kKeys = 16;                 // of a step
+  static constexpr int kGroup = W / R;             // keys whose scores share a vector
+  static constexpr int kGroups = kKeys / kGroup;   // vectors of scores of a step
+  static constexpr int kRing = 4;                  // blocks of keys that are known ahead
+  static constexpr int kSums = W >= 16 ? 16 : 8;   // accumulators that fit beside operands
+  static constexpr int kRowsAtOnce = R * L::kVectors <= kSums ? R : kSums / L::kVectors;
+  static constexpr int kLinesAtOnce = kSums / (kRowsAtOnce * L::kVectors);
+  static_assert(kGroups >= 1);
+
+  struct Head {
+    f32x most, total;  // lane key * R + row, the former equal for all keys
+    float* queries;    // [lines_qk][R][kVectors][W]
+    float* outputs;    // [lines_vo][R][kVectors][W]
+    LaneRows<W> rows;
+  };
+  // The keys of a step, for one head.
+  struct Step {
+    const T* k[kKeys];
+    const T* v[kKeys];
+  };
+
+ public:
+  static void run(const Launch<Q, T>& launch, const Item& item, Scratch& scratch) {
+    Narrow narrow(launch, launch.plan.segments[item.segment], item);
+    narrow.place(scratch);
+    narrow.run();
+  }
+
+ private:
+  const Launch<Q, T>& launch_;
+  const Segment& segment_;
+  const Item& item_;
+  const int exact_len_;
+  const KeyTree tree_;
+  const bool transforms_;
+  const float scale_;
+  const int lines_qk_, lines_vo_, tail_qk_, tail_vo_;  // lines, and elements of a last one that is not whole
+  Head* heads_;
+  KeyBlock<T, kKeys>* ring_;
+  float* scores_;  // [2][kGroups][W]
+  T* zeros_;
+  float* row_;
+
+  Narrow(const Launch<Q, T>& launch, const Segment& segment, const Item& item)
+      : launch_(launch), segment_(segment), item_(item), exact_len_(launch.exact_len(segment)),
+        tree_(key_tree(launch, segment, exact_len_)), transforms_(launch.transforms()),
+        scale_(transforms_ ? 1.f : float(launch.sm_scale * kLog2E)), lines_qk_((launch.dim_qk + L::kSize - 1) / L::kSize),
+        lines_vo_((launch.dim_vo + L::kSize - 1) / L::kSize), tail_qk_(launch.dim_qk % L::kSize),
+        tail_vo_(launch.dim_vo % L::kSize) {}
+
+  size_t zero_count() const { return std::max(launch_.dim_qk, launch_.dim_vo); }
+
+  void place(Scratch& scratch) {
+    const size_t queries = size_t(lines_qk_) * R * L::kSize;
+    const size_t outputs = size_t((lines_vo_ + kLinesAtOnce - 1) / kLinesAtOnce * kLinesAtOnce) * R * L::kSize;
+    scratch.reserve(Scratch::bytes_of<Head>(item_.num_heads) +
+                    item_.num_heads * (Scratch::bytes_of<float>(queries) + Scratch::bytes_of<float>(outputs)) +
+                    Scratch::bytes_of<KeyBlock<T, kKeys>>(kRing) + Scratch::bytes_of<float>(2 * kGroups * W) +
+                    Scratch::bytes_of<T>(zero_count()) + Scratch::bytes_of<float>(size_t(lines_vo_) * L::kSize));
+    heads_ = scratch.take<Head>(item_.num_heads);
+    for (int i = 0; i < item_.num_heads; ++i) {
+      heads_[i].queries = scratch.take<float>(queries);
+      heads_[i].outputs = scratch.take<float>(outputs);
+      std::memset(heads_[i].outputs, 0, outputs * sizeof(float));
+    }
+    ring_ = scratch.take<KeyBlock<T, kKeys>>(kRing);
+    scores_ = scratch.take<float>(2 * kGroups * W);
+    zeros_ = scratch.take<T>(zero_count());
+    row_ = scratch.take<float>(size_t(lines_vo_) * L::kSize);
+    std::memset(zeros_, 0, zero_count() * sizeof(T));
+  }
+
+  void run() {
+    for (int i = 0; i < item_.num_heads; ++i) begin_head(heads_[i], item_.head_start + i);
+    const int sizes[2] = {steps(item_.key_start, item_.hole_start), steps(item_.hole_end, item_.key_end)};
+    const int blocks = sizes[0] + sizes[1], heads = item_.num_heads, total = blocks * heads;
+    int known = 0;
+    const auto step_at = [&](int index) {
+      index = std::min(index, total - 1);
+      const int number = index / heads;
+      for (; known <= number; ++known) {
+        const bool before = known < sizes[0];
+        const int first = before ? item_.key_start + known * kKeys : item_.hole_end + (known - sizes[0]) * kKeys;
+        const int end = std::min(before ? item_.hole_start : item_.key_end, exact_len_);
+        find_keys(ring_[known % kRing], launch_, segment_, first, std::min(kKeys, end - first), exact_len_, zeros_);
+      }
+      const KeyBlock<T, kKeys>& block = ring_[number % kRing];
+      const int head = item_.head_start + index % heads;
+      Step step;
+      for (int i = 0; i < kKeys; ++i) {
+        step.k[i] = block.k[i] + head * block.k_head[i];
+        step.v[i] = block.v[i] + head * block.v_head[i];
+      }
+      return step;
+    };
+    if (total > 0) {
+      Step now = step_at(0), next = step_at(1);
+      multiply_keys(heads_[0], ring_[0], now, now, scores_);
+      for (int index = 0; index < total; ++index) {
+        const Step later = step_at(index + 2);
+        float* scores = scores_ + index % 2 * kGroups * W;
+        if (index + 1 < total)
+          multiply_keys(heads_[(index + 1) % heads], ring_[(index + 1) / heads % kRing], next, next,
+                        scores_ + (index + 1) % 2 * kGroups * W);
+        soften(heads_[index % heads], scores);
+        multiply_values(heads_[index % heads], now, later, scores);
+        now = next;
+        next = later;
+      }
+    }
+    for (int i = 0; i < item_.num_heads; ++i) end_head(heads_[i], item_.head_start + i);
+  }
+
+  int steps(int first, int end) const { return std::max(std::min(end, exact_len_) - first + kKeys - 1, 0) / kKeys; }
+
+  void begin_head(Head& head, int kv_head) {
+    describe_rows(head.rows, launch_, segment_, tree_, exact_len_, item_.row_start, item_.num_rows, R, kv_head);
+    head.most = splat(-kInfinity);
+    head.total = f32x{};
+    for (int line = 0; line < lines_qk_; ++line) {
+      for (int row = 0; row < R; ++row) {
+        const Q* q = row < item_.num_rows
+                         ? launch_.q.at(int64_t(segment_.q_start) + head.rows.token[row], head.rows.head[row])
+                         : nullptr;
+        float* to = head.queries + (line * R + row) * L::kSize;
+        for (int i = 0; i < L::kSize; ++i) {
+          const int place = line * L::kSize + L::place(i / W, i % W);
+          to[i] = q && place < launch_.dim_qk ? to_float(q[place]) : 0.f;
+        }
+      }
+    }
+  }
+
+  // Scores of a step, changed and masked; fetches the values of the step `ahead`.
+  void multiply_keys(const Head& head, const KeyBlock<T, kKeys>& block, const Step& step, const Step& ahead, float* scores) {
+    const int whole = lines_qk_ - (tail_qk_ > 0);
+    const float scale = scale_;
+    for (int group = 0; group < kGroups; ++group) {
+      f32x sums[W] = {};
+      const T* const* k = step.k + group * kGroup;
+      const T* const* v = ahead.v + group * kGroup;
+      const float* q = head.queries;
+      const auto add_line = [&](auto& lines) SENNIT_LAMBDA {
+        unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
+          unroll<R>([&](auto row) SENNIT_LAMBDA {
+            const f32x query = load(q + (row * L::kVectors + vector) * W);
+            unroll<kGroup>([&](auto i) SENNIT_LAMBDA { sums[i * R + row] += lines[i][vector] * query; });
+          });
+        });
+        q += R * L::kSize;
+      };
+      f32x lines[kGroup][L::kVectors];
+      for (int line = 0; line < whole; ++line) {
+        unroll<kGroup>([&](auto i) SENNIT_LAMBDA {
+          L::read(k[i] + line * L::kSize, lines[i]);
+          prefetch(v[i] + line * L::kSize);
+        });
+        add_line(lines);
+      }
+      if (tail_qk_) {
+        for (int i = 0; i < kGroup; ++i) L::read(k[i] + whole * L::kSize, tail_qk_, lines[i]);
+        add_line(lines);
+      }
+      store(scores + group * W, sum_lanes(sums) * scale);
+    }
+    if (transforms_ || !block.complete || block.count < kKeys ||
+        !sees_all(head.rows, launch_, segment_, tree_, block.first, block.count))
+      change_logits(head, block, scores);
+  }
+
+  void change_logits(const Head& head, const KeyBlock<T, kKeys>& block, float* scores) {
+    int32_t keys[kGroups * W], positions[kGroups * W];
+    for (int i = 0; i < kGroups * W; ++i) {
+      const int key = i / R;
+      keys[i] = key >= block.count || block.k[key] == zeros_ ? INT32_MAX : block.first + key;
+    }
+    const LogitChange<W, Q, T> change{launch_, segment_, tree_, head.rows};
+    const LogitBlock logits{scores, kGroups, 1, true, keys};
+    if (transforms_) change.transform(logits, positions);
+    change.mask(logits, positions);
+  }
+
+  // Scores to weights, relative to the largest score yet.
+  void soften(Head& head, float* scores) {
+    f32x s[kGroups];
+    unroll<kGroups>([&](auto i) SENNIT_LAMBDA { s[i] = load(scores + i * W); });
+    f32x most = s[0];
+    unroll<kGroups - 1>([&](auto i) SENNIT_LAMBDA { most = max(most, s[i + 1]); });
+    most = max(head.most, max_strided<R>(most));
+    const f32x base = most == -kInfinity ? f32x{} : most;  // a row that sees nothing yet: -inf - -inf is NaN
+    if (any(most > head.most)) {
+      const f32x alpha = exp2_negative<true>(head.most - base);
+      head.total *= alpha;
+      for (int line = 0; line < lines_vo_; ++line)
+        unroll<R>([&](auto row) SENNIT_LAMBDA {
+          unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
+            float* at = head.outputs + ((line * R + row) * L::kVectors + vector) * W;
+            store(at, load(at) * alpha[int(row)]);
+          });
+        });
+      head.most = most;
+    }
+    unroll<kGroups>([&](auto i) SENNIT_LAMBDA {
+      const f32x weight = s[i] == -kInfinity ? f32x{} : exp2_negative<true>(s[i] - base);
+      head.total += weight;
+      store(scores + i * W, weight);
+    });
+  }
+
+  // Adds weights times values to the outputs; fetches the keys of the step `ahead`.
+  void multiply_values(Head& head, const Step& step, const Step& ahead, const float* weights) {
+    for (int line = 0; line < lines_vo_; line += kLinesAtOnce) {
+      for (int row = 0; row < R; row += kRowsAtOnce) {
+        float* at = head.outputs + (line * R + row) * L::kSize;
+        f32x sums[kSums];
+        const auto each = [&](auto&& body) SENNIT_LAMBDA {
+          unroll<kLinesAtOnce>([&](auto l) SENNIT_LAMBDA {
+            unroll<kRowsAtOnce>([&](auto r) SENNIT_LAMBDA {
+              unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
+                constexpr int sum = (l * kRowsAtOnce + r) * L::kVectors + vector;
+                body(std::integral_constant<int, sum>{}, (l * R + r) * L::kSize + vector * W, l, r, vector);
+              });
+            });
+          });
+        };
+        each([&](auto sum, int offset, auto, auto, auto) SENNIT_LAMBDA { sums[sum] = load(at + offset); });
+        const int whole = launch_.dim_vo / L::kSize - line;  // lines that are whole from here on
+        for (int key = 0; key < kKeys; ++key) {
+          f32x lines[kLinesAtOnce][L::kVectors];
+          const T* v = step.v[key] + line * L::kSize;
+          if (whole >= kLinesAtOnce) {
+            unroll<kLinesAtOnce>([&](auto l) SENNIT_LAMBDA {
+              L::read(v + l * L::kSize, lines[l]);
+              if (row == 0) prefetch(ahead.k[key] + (line + l) * L::kSize);
+            });
+          } else {
+            for (int l = 0; l < kLinesAtOnce; ++l)
+              L::read(v + l * L::kSize, std::clamp(launch_.dim_vo - (line + l) * L::kSize, 0, L::kSize), lines[l]);
+          }
+          const float* w = weights + key * R + row;
+          each([&](auto sum, int, auto l, auto r, auto vector) SENNIT_LAMBDA { sums[sum] += lines[l][vector] * w[r]; });
+        }
+        each([&](auto sum, int offset, auto, auto, auto) SENNIT_LAMBDA { store(at + offset, sums[sum]); });
+      }
+    }
+  }
+
+  void end_head(Head& head, int kv_head) {
+    const f32x totals = sum_strided<R>(head.total);
+    for (int row = 0; row < item_.num_rows; ++row) {
+      const float total = totals[row], inverse = total > 0 ? 1 / total : 0;
+      for (int line = 0; line < lines_vo_; ++line)
+        for (int i = 0; i < L::kSize; ++i)
+          row_[line * L::kSize + L::place(i / W, i % W)] = head.outputs[(line * R + row) * L::kSize + i] * inverse;
+      write_item_row(launch_, segment_, item_, row, kv_head, row_, row_lse(head.most[row], total));
+    }
+  }
+};
+
+}  // namespace sennit

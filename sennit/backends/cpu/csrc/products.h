@@ -1,0 +1,190 @@
+// Products of a wide tile on vector registers: queries in lanes, keys and values as operands that are broadcast.
+//
+// Lanes hold 32-bit units along the dimension that is summed: one float, or a pair of bf16 for machines with dot products
+// of pairs. Scores are K Q^T and outputs V^T P^T, so that maxima, sums and rescaling are vertical, and keys of the unit's
+// type are read in place, in the order in which they lie.
+#pragma once
+
+#include "keys.h"
+#include "scratch.h"
+
+namespace sennit {
+
+struct FloatUnits {
+  static constexpr int kSize = 1;  // elements of a unit
+  static SENNIT_INLINE f32x multiply_add(f32x sum, uint32_t a, u32x b) {
+    float value;
+    std::memcpy(&value, &a, 4);
+    return value * (f32x)b + sum;
+  }
+};
+
+struct PairUnits {
+  static constexpr int kSize = 2;
+  static SENNIT_INLINE f32x multiply_add(f32x sum, uint32_t a, u32x b) {
+#if defined(SENNIT_BF16_DOTS)
+    return (f32x)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(a)), (__m512bh)b);
+#else
+    (void)a, (void)b;
+    return sum;
+#endif
+  }
+};
+
+constexpr int kPanelVectors = W == 8 ? 2 : 4;  // by the number of registers
+constexpr int kPanelRows = kPanelVectors * W;
+constexpr int kTileKeys = 4;                   // keys, or columns of values, of a register tile
+constexpr int kColumns = 16;                   // columns of values that are packed together
+
+// W units of a row as they lie, of `count` elements that are left of it.
+static SENNIT_INLINE u32x load_units(const float* from, int count, std::integral_constant<int, 1>) {
+  return (u32x)(count >= W ? to_floats(from) : to_floats(from, std::max(count, 0)));
+}
+template <class T>
+static SENNIT_INLINE u32x load_units(const T* from, int count, std::integral_constant<int, 1>) {
+  return (u32x)(count >= W ? to_floats(from) : to_floats(from, std::max(count, 0)));
+}
+static SENNIT_INLINE u32x load_units(const bf16* from, int count, std::integral_constant<int, 2>) {
+  if (count >= 2 * W) return load_as<u32x>(from);
+  alignas(kVectorBytes) bf16 copy[2 * W] = {};
+  if (count > 0) std::memcpy(copy, from, count * sizeof(bf16));
+  return load_as<u32x>(copy);
+}
+
+// Pairs of bf16 of two vectors of floats, rounded to nearest (ties away from zero); a is below b.
+static SENNIT_INLINE u32x bf16_pairs(f32x a, f32x b) {
+  return ((u32x)a + 0x8000u) >> 16 | (((u32x)b + 0x8000u) & 0xffff0000u);
+}
+
+// Queries [rows, dim] as [units, kPanelRows]; rows past `count` are zero. `flip` changes their sign.
+template <int kUnit, class Q>
+static void pack_queries(uint32_t* packed, const Q* const* rows, int count, int dim, int units, bool flip) {
+  const uint32_t sign = !flip ? 0 : kUnit == 2 ? 0x80008000u : 0x80000000u;
+  for (int vector = 0; vector < kPanelVectors; ++vector) {
+    for (int unit = 0; unit < units; unit += W) {
+      u32x block[W];
+      for (int i = 0; i < W; ++i) {
+        const int lane = vector * W + i;
+        block[i] = lane < count ? load_units(rows[lane] + unit * kUnit, dim - unit * kUnit,
+                                             std::integral_constant<int, kUnit>{}) ^ sign
+                                : u32x{};
+      }
+      transpose(block);
+      for (int i = 0; i < std::min(W, units - unit); ++i)
+        store(packed + (int64_t(unit + i) * kPanelVectors + vector) * W, block[i]);
+    }
+  }
+}
+
+// Scores of `count` keys (a multiple of kTileKeys) and a panel's rows.
+template <class Units>
+static void multiply_keys(const uint32_t* queries, const uint32_t* const* keys, int count, int units, float* scores) {
+  for (int key = 0; key < count; key += kTileKeys) {
+    f32x sums[kTileKeys * kPanelVectors] = {};
+    const uint32_t* const a[kTileKeys] = {keys[key], keys[key + 1], keys[key + 2], keys[key + 3]};
+    for (int unit = 0; unit < units; ++unit) {
+      u32x b[kPanelVectors];
+      unroll<kPanelVectors>([&](auto j) SENNIT_LAMBDA { b[j] = load(queries + (unit * kPanelVectors + j) * W); });
+      unroll<kTileKeys>([&](auto m) SENNIT_LAMBDA {
+        uint32_t value;
+        std::memcpy(&value, a[m] + unit, 4);
+        unroll<kPanelVectors>([&](auto j) SENNIT_LAMBDA {
+          sums[m * kPanelVectors + j] = Units::multiply_add(sums[m * kPanelVectors + j], value, b[j]);
+        });
+      });
+    }
+    unroll<kTileKeys * kPanelVectors>([&](auto i) SENNIT_LAMBDA { store(scores + (key * kPanelVectors + i) * W, sums[i]); });
+  }
+}
+
+// Adds values times weights to a panel's outputs [dim, kPanelRows], which are multiplied by `alpha` first.
+// Values are packed [dim / kColumns][stride][kColumns], weights [units, kPanelRows].
+template <class Units>
+static void multiply_values(const uint32_t* values, int64_t stride, const uint32_t* weights, int units, int dim,
+                            const f32x* alpha, float* outputs) {
+  for (int d = 0; d < dim; d += kTileKeys) {
+    f32x sums[kTileKeys * kPanelVectors];
+    float* at = outputs + int64_t(d) * kPanelRows;
+    unroll<kTileKeys * kPanelVectors>([&](auto i) SENNIT_LAMBDA { sums[i] = load(at + i * W) * alpha[i % kPanelVectors]; });
+    const uint32_t* a = values + (d / kColumns * stride) * kColumns + d % kColumns;
+    for (int unit = 0; unit < units; ++unit, a += kColumns) {
+      u32x b[kPanelVectors];
+      unroll<kPanelVectors>([&](auto j) SENNIT_LAMBDA { b[j] = load(weights + (unit * kPanelVectors + j) * W); });
+      unroll<kTileKeys>([&](auto m) SENNIT_LAMBDA {
+        unroll<kPanelVectors>([&](auto j) SENNIT_LAMBDA {
+          sums[m * kPanelVectors + j] = Units::multiply_add(sums[m * kPanelVectors + j], a[m], b[j]);
+        });
+      });
+    }
+    unroll<kTileKeys * kPanelVectors>([&](auto i) SENNIT_LAMBDA { store(at + i * W, sums[i]); });
+  }
+}
+
+// What the wide strand needs of a way to multiply.
+template <class T, class Units>
+struct VectorProducts {
+  static constexpr int kUnit = Units::kSize;
+  static constexpr int kKeyRound = kTileKeys;  // scores are computed for multiples of so many keys
+  static constexpr int kBlockKeys = 128;
+  static constexpr bool kInPlace = std::is_same_v<T, float> || kUnit == 2;
+
+  int dim_qk, dim_vo;
+  int units, columns;         // of queries and keys, and of values, padding included
+  uint32_t* staged_keys;      // [kBlockKeys, units]
+  uint32_t* packed_values;    // [columns / kColumns][kBlockKeys / kUnit][kColumns]
+  const uint32_t* rows[kBlockKeys];
+
+  VectorProducts(int dim_qk, int dim_vo)
+      : dim_qk(dim_qk), dim_vo(dim_vo), units((dim_qk + kUnit - 1) / kUnit),
+        columns((dim_vo + kColumns - 1) / kColumns * kColumns) {}
+
+  size_t bytes() const {
+    return Scratch::bytes_of<uint32_t>(size_t(kBlockKeys) * (units + W)) +
+           Scratch::bytes_of<uint32_t>(size_t(columns) * kBlockKeys / kUnit);
+  }
+  void place(Scratch& scratch) {
+    staged_keys = scratch.take<uint32_t>(size_t(kBlockKeys) * (units + W));
+    packed_values = scratch.take<uint32_t>(size_t(columns) * kBlockKeys / kUnit);
+  }
+  void begin() {}
+  void end() {}
+
+  // Keys and values of a KV head; what is past `count` is zeros.
+  void take(const T* const* k, const T* const* v, int count) {
+    const int round = (count + kKeyRound - 1) / kKeyRound * kKeyRound;
+    for (int key = 0; key < round; ++key) {
+      if (kInPlace && dim_qk % kUnit == 0) {
+        rows[key] = reinterpret_cast<const uint32_t*>(k[key]);
+        continue;
+      }
+      uint32_t* to = staged_keys + int64_t(key) * units;
+      rows[key] = to;
+      for (int unit = 0; unit < units; unit += W)  // the last store may pass the row's end; the next row comes later
+        store(to + unit, load_units(k[key] + unit * kUnit, dim_qk - unit * kUnit, std::integral_constant<int, kUnit>{}));
+    }
+    constexpr int64_t kStride = kBlockKeys / kUnit;
+    for (int key = 0; key < round; key += kUnit) {
+      uint32_t* to = packed_values + key / kUnit * kColumns;
+      for (int d = 0; d < columns; d += W) {
+        u32x packed = load_values(v[key] + d, dim_vo - d);
+        if constexpr (kUnit == 2) packed = packed >> 16 | load_values(v[key + 1] + d, dim_vo - d);
+        store(to + d / kColumns * kStride * kColumns + d % kColumns, packed);
+      }
+    }
+  }
+
+  void scores(const uint32_t* queries, int count, float* scores) const {
+    multiply_keys<Units>(queries, rows, count, units, scores);
+  }
+
+  void accumulate(const uint32_t* weights, int count, const f32x* alpha, bool, float* outputs) const {
+    multiply_values<Units>(packed_values, kBlockKeys / kUnit, weights, count / kUnit, columns, alpha, outputs);
+  }
+
+ private:
+  static SENNIT_INLINE u32x load_values(const T* from, int count) {
+    return load_units(from, count, std::integral_constant<int, 1>{});  // as floats: a bf16 is its upper half
+  }
+};
+
+}  // namespace sennit

@@ -1,0 +1,54 @@
+"""The compiled libraries of this backend: attention for a pair of dtypes, a cache's copies, users' functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sennit import jit
+from sennit.backends.cpu.instructions import instruction_set
+from sennit.spec import AttentionSpec
+
+__all__ = ["ELEMENTS", "attention_source", "cache_source", "function", "graph_address", "warm_sources"]
+
+CSRC = Path(__file__).parent / "csrc"
+ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}  # their names in C++
+
+
+def attention_source(dtype: torch.dtype, kv_dtype: torch.dtype) -> jit.Source:
+    """Attention for queries and outputs of ``dtype`` and keys and values of ``kv_dtype``."""
+    defined = (f"-DSENNIT_QUERY={ELEMENTS[dtype]}", f"-DSENNIT_STORED={ELEMENTS[kv_dtype]}")
+    units = tuple((name, (CSRC / name).read_text()) for name in ("wide.cpp", "narrow.cpp", "attention.cpp"))
+    return jit.Source("cpu-attention", units, CSRC, (*instruction_set().flags, *defined))
+
+
+def cache_source() -> jit.Source:
+    """Appends and copies of pages."""
+    return jit.Source("cpu-cache", (("cache.cpp", (CSRC / "cache.cpp").read_text()),), CSRC, instruction_set().flags)
+
+
+def warm_sources() -> list[jit.Source]:
+    """What most models need."""
+    usual = [attention_source(dtype, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
+    return [*usual, cache_source()]
+
+
+@cache
+def function(source: jit.Source, name: str) -> Callable[..., Any]:
+    """A function of a library, which is built if that is needed."""
+    found: Callable[..., Any] = jit.load(source)[name]
+    return found
+
+
+@cache
+def graph_address(spec: AttentionSpec) -> int:
+    """Address of the function that computes a spec's ``score_mod`` and ``mask_mod``; 0 where it has neither."""
+    if spec.score_mod is None and spec.mask_mod is None:
+        return 0
+    from sennit.backends.cpu.printing import graph_source
+
+    return int(jit.load(graph_source(spec))["graph_function"]())
