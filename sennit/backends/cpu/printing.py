@@ -1,4 +1,4 @@
-"""Prints the graphs of a spec's score and mask functions as C++: the source of a library that changes blocks of logits."""
+"""Prints the graphs of score and mask functions as C++: the source of a library that changes blocks of logits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from sennit import jit
 from sennit.backends.cpu.instructions import instruction_set
 from sennit.spec import AttentionSpec
 from sennit.variants import Capture, Graph, Node
-from sennit.variants.nodes import NodeList
 
 __all__ = ["graph_source", "print_graphs", "print_struct"]
 
 # Products and sums are not contracted: every operation of a graph is rounded, as PyTorch does it. At -O2, unlike -O3,
 # loops over lanes are not unrolled before they can be vectorised. -Wno-psabi: no vector crosses a library's border.
-FLAGS = ("-O2", "-ffp-contract=off", "-Wno-psabi")
+FLAGS = ("-O2", "-ftree-vectorize", "-ffp-contract=off", "-Wno-psabi")
 HEADERS = Path(__file__).parent / "csrc"
 ELEMENTS = {
     torch.bool: "bool", torch.uint8: "uint8_t", torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t",
@@ -190,11 +189,11 @@ class Program:
 def graph_source(spec: AttentionSpec) -> jit.Source:
     """Source of the library that applies a spec's ``score_mod`` and ``mask_mod``, of which it has at least one.
 
-    Its function ``graph_function()`` gives the address of a ``sennit::GraphFunction`` (``csrc/graph.h``).
+    Its function ``graph_function()`` gives the address of a ``sennit::GraphFunction`` (``csrc/graph.h``), which takes
+    captures in the order of ``spec.captures``.
     """
-    assert not callable(spec.score_mod)
-    assert not callable(spec.mask_mod)
-    text = print_graphs(spec.score_mod, spec.mask_mod, spec.captures)
+    score_mod, mask_mod = (mod if isinstance(mod, Graph) else None for mod in (spec.score_mod, spec.mask_mod))
+    text = print_graphs(score_mod, mask_mod, spec.captures)
     return jit.Source("cpu-graph", (("graph.cpp", text),), HEADERS, (*instruction_set().flags, *FLAGS))
 
 
@@ -285,11 +284,17 @@ def _conversion(source: torch.dtype, target: torch.dtype) -> str:
 
 def _number(node: Node) -> str:
     """A constant in C++."""
+    assert isinstance(node.value, (bool, int, float))
     if node.dtype == torch.bool:
         return "-1" if node.value else "0"
     if node.dtype.is_floating_point:
-        value = torch.tensor(node.value, dtype=node.dtype).item()
-        return value.hex() if math.isfinite(value) else f'{"-" * (value < 0)}__builtin_inf()' if value == value else '__builtin_nan("")'
+        return _float(torch.tensor(node.value, dtype=node.dtype).item())
     limits = torch.iinfo(node.dtype)
     value = (int(node.value) - limits.min) % (limits.max - limits.min + 1) + limits.min
     return "INT64_MIN" if value == -(2**63) else str(value)
+
+
+def _float(value: float) -> str:
+    if math.isnan(value):
+        return '__builtin_nan("")'
+    return value.hex() if math.isfinite(value) else "__builtin_inf()" if value > 0 else "-__builtin_inf()"

@@ -58,71 +58,63 @@ struct MatrixProducts {
       for (int d = 0; d < columns; d += 32) take_values(v + key, key / kKeyRound, d);
   }
 
+  // Four tiles of sums at once, so that keys and values come from the second-level cache once a panel.
   void scores(const uint32_t* queries, int count, float* scores) const {
-    constexpr int kBytes = kPanelRows * 4;
-    for (int key = 0; key < count; key += 32) {
-      const int g = key / kTileRows;
-      for (int lane = 0; lane < kPanelRows; lane += 32) {
-        float* to = scores + key * kPanelRows + lane;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int unit = 0; unit < units; unit += kTileUnits) {
-          _tile_loadd(4, static_cast<const char*>(keys[g]) + unit * 4, key_stride[g]);
-          _tile_loadd(6, queries + unit * kPanelRows + lane, kBytes);
-          _tile_loadd(7, queries + unit * kPanelRows + lane + 16, kBytes);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_loadd(5, static_cast<const char*>(keys[g + 1]) + unit * 4, key_stride[g + 1]);
-          _tile_dpbf16ps(1, 4, 7);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(0, to, kBytes);
-        _tile_stored(1, to + 16, kBytes);
-        _tile_stored(2, to + 16 * kPanelRows, kBytes);
-        _tile_stored(3, to + 16 * kPanelRows + 16, kBytes);
-      }
+    compiler_fence();
+    for (int key = 0; key < count; key += kTileRows) {
+      const char* from = static_cast<const char*>(keys[key / kTileRows]);
+      const int64_t stride = key_stride[key / kTileRows];
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int unit = 0; unit < units; unit += kTileUnits) multiply_add(from + unit * 4, stride, queries + unit * kPanelRows);
+      store_sums(scores + key * kPanelRows);
     }
+    compiler_fence();
   }
 
-  void accumulate(const uint32_t* weights, int count, const f32x* alpha, bool grew, float* outputs) const {
-    constexpr int kBytes = kPanelRows * 4;
-    if (grew) {
-      for (int d = 0; d < columns; ++d) {
-        float* at = outputs + int64_t(d) * kPanelRows;
-        unroll<kPanelVectors>([&](auto j) SENNIT_LAMBDA { store(at + j * W, load(at + j * W) * alpha[j]); });
-      }
+  void accumulate(const uint32_t* weights, int count, float* outputs) const {
+    compiler_fence();
+    for (int d = 0; d < columns; d += kTileRows) {
+      float* to = outputs + int64_t(d) * kPanelRows;
+      _tile_loadd(0, to, kPanelBytes);
+      _tile_loadd(1, to + 16, kPanelBytes);
+      _tile_loadd(2, to + 32, kPanelBytes);
+      _tile_loadd(3, to + 48, kPanelBytes);
+      const uint32_t* values = packed_values + d / kTileRows * kPerColumns;
+      for (int key = 0; key < count; key += 32)
+        multiply_add(values + key / 32 * kTile, kTileBytes, weights + key / 2 * kPanelRows);
+      store_sums(to);
     }
-    constexpr int kTile = kTileRows * kTileUnits, kPerColumns = kBlockKeys / 32 * kTile;
-    for (int d = 0; d < columns; d += 32) {
-      const uint32_t* values = packed_values + d / 16 * kPerColumns;
-      for (int lane = 0; lane < kPanelRows; lane += 32) {
-        float* to = outputs + int64_t(d) * kPanelRows + lane;
-        _tile_loadd(0, to, kBytes);
-        _tile_loadd(1, to + 16, kBytes);
-        _tile_loadd(2, to + 16 * kPanelRows, kBytes);
-        _tile_loadd(3, to + 16 * kPanelRows + 16, kBytes);
-        for (int key = 0; key < count; key += 32) {
-          const uint32_t* b = weights + key / 2 * kPanelRows + lane;
-          _tile_loadd(4, values + key / 32 * kTile, kTileBytes);
-          _tile_loadd(6, b, kBytes);
-          _tile_loadd(7, b + 16, kBytes);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_loadd(5, values + key / 32 * kTile + kPerColumns, kTileBytes);
-          _tile_dpbf16ps(1, 4, 7);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(0, to, kBytes);
-        _tile_stored(1, to + 16, kBytes);
-        _tile_stored(2, to + 16 * kPanelRows, kBytes);
-        _tile_stored(3, to + 16 * kPanelRows + 16, kBytes);
-      }
-    }
+    compiler_fence();
   }
 
  private:
+  static constexpr int kPanelBytes = kPanelRows * 4, kTile = kTileRows * kTileUnits;
+  static constexpr int kPerColumns = kBlockKeys / 32 * kTile;  // units of 16 packed columns
+  static_assert(kPanelRows == 4 * kTileRows);
+
+  // Adds a tile times 16 units of a panel to the four sums.
+  static SENNIT_INLINE void multiply_add(const void* a, int64_t stride, const uint32_t* b) {
+    _tile_loadd(4, a, stride);
+    _tile_loadd(5, b, kPanelBytes);
+    _tile_loadd(6, b + 16, kPanelBytes);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(7, b + 32, kPanelBytes);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(5, b + 48, kPanelBytes);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+
+  static SENNIT_INLINE void store_sums(float* to) {
+    _tile_stored(0, to, kPanelBytes);
+    _tile_stored(1, to + 16, kPanelBytes);
+    _tile_stored(2, to + 32, kPanelBytes);
+    _tile_stored(3, to + 48, kPanelBytes);
+  }
+
   // 16 keys: in place where they lie evenly, otherwise copied.
   void take_keys(const T* const* k, int group) {
     const intptr_t stride = reinterpret_cast<intptr_t>(k[1]) - reinterpret_cast<intptr_t>(k[0]);
@@ -142,22 +134,25 @@ struct MatrixProducts {
 
   // 32 keys of 32 columns, turned so that a column's pairs of keys are a row.
   void take_values(const T* const* v, int group, int d) {
-    constexpr int kTile = kTileRows * kTileUnits, kPerColumns = kBlockKeys / 32 * kTile;
     u32x even[W], odd[W];
-    for (int j = 0; j < W; ++j) {
-      const u32x a = load_units(v[2 * j] + d, dim_vo - d, std::integral_constant<int, 2>{});
-      const u32x b = load_units(v[2 * j + 1] + d, dim_vo - d, std::integral_constant<int, 2>{});
+    const auto pair = [&](auto j, u32x a, u32x b) SENNIT_LAMBDA {
       even[j] = (a & 0xffffu) | b << 16;
       odd[j] = a >> 16 | (b & 0xffff0000u);
+    };
+    constexpr std::integral_constant<int, 2> kPairs;
+    if (dim_vo - d >= 32) {
+      unroll<W>([&](auto j) SENNIT_LAMBDA { pair(j, load_units(v[2 * j] + d, kPairs), load_units(v[2 * j + 1] + d, kPairs)); });
+    } else {
+      for (int j = 0; j < W; ++j) pair(j, load_units(v[2 * j] + d, dim_vo - d, kPairs), load_units(v[2 * j + 1] + d, dim_vo - d, kPairs));
     }
     transpose(even);
     transpose(odd);
     uint32_t* to = packed_values + d / 16 * kPerColumns + group * kTile;
-    for (int i = 0; i < W; ++i) {
+    unroll<W>([&](auto i) SENNIT_LAMBDA {
       uint32_t* row = to + (i >= W / 2) * kPerColumns + 2 * i % W * kTileUnits;
       store(row, even[i]);
       store(row + kTileUnits, odd[i]);
-    }
+    });
   }
 };
 #endif

@@ -29,6 +29,7 @@ static SENNIT_INLINE void apply_once(const Graph& graph, const typename Graph::Q
 // A key a step: values of keys are computed with keys in lanes.
 template <class Graph>
 static void apply_by_step(const Graph& graph, const GraphBlock& block) {
+  const int64_t stride = block.step_stride;
   for (int first = 0; first < block.steps; first += kKeySteps) {
     const int count = block.steps - first < kKeySteps ? block.steps - first : kKeySteps;
     typename Graph::Key keys[kKeySteps / W];
@@ -36,9 +37,9 @@ static void apply_by_step(const Graph& graph, const GraphBlock& block) {
       keys[step / W] = graph.key(load_some(block.kv_idx + first + step, count - step));
     for (int vector = 0; vector < block.vectors; ++vector) {
       const auto query = query_of(graph, block, vector);
-      float* logits = block.logits + first * block.step_stride + vector * W;
+      float* logits = block.logits + first * stride + vector * W;
       for (int step = 0; step < count; ++step)
-        apply_once(graph, query, graph.lane(keys[step / W], step % W), logits + step * block.step_stride);
+        apply_once(graph, query, graph.lane(keys[step / W], step % W), logits + step * stride);
     }
   }
 }

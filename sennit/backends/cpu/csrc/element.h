@@ -90,10 +90,29 @@ static SENNIT_INLINE void from_float(float x, f16& to) {
   to.bits = uint16_t(sign | half);
 }
 
-// `count` floats as elements.
+// W floats as elements, rounded to nearest.
+static SENNIT_INLINE void from_floats(f32x from, float* to) { store(to, from); }
+static SENNIT_INLINE void from_floats(f32x from, bf16* to) {
+  const u32x bits = (u32x)from, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  const u32x nan = bits >> 16 | 0x40u;
+  store(to, __builtin_convertvector(from == from ? rounded : nan, u16x));
+}
+static SENNIT_INLINE void from_floats(f32x from, f16* to) {
+#if defined(SENNIT_AVX512)
+  store(to, _mm512_cvtps_ph((__m512)from, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(SENNIT_AVX2)
+  store(to, _mm256_cvtps_ph((__m256)from, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int lane = 0; lane < W; ++lane) from_float(from[lane], to[lane]);
+#endif
+}
+
+// `count` floats, times a factor, as elements.
 template <class T>
-static SENNIT_INLINE void from_floats(const float* from, T* to, int count) {
-  for (int i = 0; i < count; ++i) from_float(from[i], to[i]);
+static SENNIT_INLINE void scale_row(const float* from, float factor, T* to, int count) {
+  int i = 0;
+  for (; i + W <= count; i += W) from_floats(load(from + i) * factor, to + i);
+  for (; i < count; ++i) from_float(from[i] * factor, to[i]);
 }
 
 }  // namespace sennit

@@ -60,14 +60,28 @@ static void find_keys(KeyBlock<T, N>& block, const Launch<Q, T>& launch, const S
   }
 }
 
-// Calls body(first, count) for an item's keys in blocks of at most `size`, those of its hole left out.
-template <class Body>
-static void for_key_blocks(const Item& item, int exact_len, int size, Body&& body) {
-  const int ranges[2][2] = {{item.key_start, item.hole_start}, {item.hole_end, item.key_end}};
-  for (const auto& range : ranges) {
-    const int end = std::min(range[1], exact_len);
-    for (int first = range[0]; first < end; first += size) body(first, std::min(size, end - first));
+// An item's keys in blocks of at most `size`, those of its hole left out.
+struct BlockList {
+  int first[2], end[2], before, count, size;  // `before` of the `count` blocks come before the hole
+
+  BlockList(const Item& item, int exact_len, int size)
+      : first{item.key_start, item.hole_end},
+        end{std::min(item.hole_start, exact_len), std::min(item.key_end, exact_len)},
+        size(size) {
+    before = blocks(0);
+    count = before + blocks(1);
   }
-}
+
+  struct Block {
+    int first, count;
+  };
+  Block at(int number) const {
+    const int range = number >= before, start = first[range] + (number - range * before) * size;
+    return {start, std::min(size, end[range] - start)};
+  }
+
+ private:
+  int blocks(int range) const { return std::max(end[range] - first[range] + size - 1, 0) / size; }
+};
 
 }  // namespace sennit

@@ -18,7 +18,7 @@ struct LaneRows {
   alignas(64) int32_t causal_end[L], window_end[L], window_start[L];  // last and first visible positions
   alignas(64) float slope[L];
   const uint32_t* tree[L];
-  int least_causal_end, most_causal_end, least_window_end, most_window_start, least_window_start;
+  int least_causal_end, most_causal_end, least_window_end, most_window_start;
 };
 
 // The tree of a segment's last keys; `depths` is null where there is none.
@@ -42,27 +42,37 @@ static inline int clamped(int64_t position) { return int(std::clamp<int64_t>(pos
 template <int L, class Q, class T>
 static void describe_rows(LaneRows<L>& rows, const Launch<Q, T>& launch, const Segment& segment, const KeyTree& tree,
                           int exact_len, int row_start, int num_rows, int period, int kv_head) {
-  rows.least_causal_end = rows.least_window_end = rows.least_window_start = INT32_MAX;
-  rows.most_causal_end = rows.most_window_start = INT32_MIN;
+  int token = row_start / launch.group_size, of_group = row_start % launch.group_size;
+  const int first_token = token, first_of_group = of_group;
   for (int lane = 0; lane < L; ++lane) {
-    const int row = row_start + std::min(lane % period, num_rows - 1);
-    const int token = row / launch.group_size, head = kv_head * launch.group_size + row % launch.group_size;
-    int64_t position = int64_t(exact_len) - segment.q_len + token;
-    if (tree.depths) position = int64_t(tree.committed) + tree.depths[tree.nodes - segment.q_len + token];
+    if (lane % period == 0) token = first_token, of_group = first_of_group;
     rows.token[lane] = token;
-    rows.position[lane] = int(position);
-    rows.head[lane] = head;
-    rows.tree[lane] = tree.depths ? tree.bits + int64_t(token) * tree.words : nullptr;
-    rows.slope[lane] = launch.alibi_slopes ? launch.alibi_slopes[head] : 0.f;
-    rows.causal_end[lane] = segment.causal && !tree.depths ? int(position) : INT32_MAX;
+    rows.head[lane] = kv_head * launch.group_size + of_group;
+    if (lane % period >= num_rows - 1) continue;
+    if (++of_group == launch.group_size) ++token, of_group = 0;
+  }
+  const int first_position = exact_len - segment.q_len;
+  for (int lane = 0; lane < L; ++lane) rows.position[lane] = first_position + rows.token[lane];
+  if (tree.depths) {
+    for (int lane = 0; lane < L; ++lane) {
+      rows.position[lane] = tree.committed + tree.depths[tree.nodes - segment.q_len + rows.token[lane]];
+      rows.tree[lane] = tree.bits + int64_t(rows.token[lane]) * tree.words;
+    }
+  }
+  const bool causal = segment.causal && !tree.depths;
+  for (int lane = 0; lane < L; ++lane) {
+    const int64_t position = rows.position[lane];
+    rows.causal_end[lane] = causal ? int(position) : INT32_MAX;
     rows.window_end[lane] = launch.window_right == kNoLimit ? INT32_MAX : clamped(position + launch.window_right);
     rows.window_start[lane] = launch.window_left == kNoLimit ? INT32_MIN : clamped(position - launch.window_left);
-    rows.least_causal_end = std::min(rows.least_causal_end, rows.causal_end[lane]);
-    rows.most_causal_end = std::max(rows.most_causal_end, rows.causal_end[lane]);
-    rows.least_window_end = std::min(rows.least_window_end, rows.window_end[lane]);
-    rows.least_window_start = std::min(rows.least_window_start, rows.window_start[lane]);
-    rows.most_window_start = std::max(rows.most_window_start, rows.window_start[lane]);
+    rows.slope[lane] = launch.alibi_slopes ? launch.alibi_slopes[rows.head[lane]] : 0.f;
   }
+  const auto least = [](const int32_t* of) { return *std::min_element(of, of + L); };
+  const auto most = [](const int32_t* of) { return *std::max_element(of, of + L); };
+  rows.least_causal_end = least(rows.causal_end);
+  rows.most_causal_end = most(rows.causal_end);
+  rows.least_window_end = least(rows.window_end);
+  rows.most_window_start = most(rows.window_start);
 }
 
 // Whether every row sees all keys first : first + count, without looking at each.

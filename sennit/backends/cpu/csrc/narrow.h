@@ -38,6 +38,7 @@ template <class Q, class T, int R>
 class Narrow {
   static_assert(R <= W && W % R == 0);
   using L = Line<T>;
+  static constexpr float kGrowth = 8;              // weights up to 2 ** kGrowth lose nothing in floating point
   static constexpr int kKeys = 16;                 // of a step
   static constexpr int kGroup = W / R;             // keys whose scores share a vector
   static constexpr int kGroups = kKeys / kGroup;   // vectors of scores of a step
@@ -48,7 +49,7 @@ class Narrow {
   static_assert(kGroups >= 1);
 
   struct Head {
-    f32x most, total;  // lane key * R + row, the former equal for all keys
+    f32x base, total;  // of lane key * R + row: weights are 2 ** (logit * log2(e) - base), and add up to total
     float* queries;    // [lines_qk][R][kVectors][W]
     float* outputs;    // [lines_vo][R][kVectors][W]
     LaneRows<W> rows;
@@ -112,17 +113,15 @@ class Narrow {
 
   void run() {
     for (int i = 0; i < item_.num_heads; ++i) begin_head(heads_[i], item_.head_start + i);
-    const int sizes[2] = {steps(item_.key_start, item_.hole_start), steps(item_.hole_end, item_.key_end)};
-    const int blocks = sizes[0] + sizes[1], heads = item_.num_heads, total = blocks * heads;
+    const BlockList blocks(item_, exact_len_, kKeys);
+    const int heads = item_.num_heads, total = blocks.count * heads;
     int known = 0;
     const auto step_at = [&](int index) {
       index = std::min(index, total - 1);
       const int number = index / heads;
       for (; known <= number; ++known) {
-        const bool before = known < sizes[0];
-        const int first = before ? item_.key_start + known * kKeys : item_.hole_end + (known - sizes[0]) * kKeys;
-        const int end = std::min(before ? item_.hole_start : item_.key_end, exact_len_);
-        find_keys(ring_[known % kRing], launch_, segment_, first, std::min(kKeys, end - first), exact_len_, zeros_);
+        const auto [first, count] = blocks.at(known);
+        find_keys(ring_[known % kRing], launch_, segment_, first, count, exact_len_, zeros_);
       }
       const KeyBlock<T, kKeys>& block = ring_[number % kRing];
       const int head = item_.head_start + index % heads;
@@ -151,11 +150,9 @@ class Narrow {
     for (int i = 0; i < item_.num_heads; ++i) end_head(heads_[i], item_.head_start + i);
   }
 
-  int steps(int first, int end) const { return std::max(std::min(end, exact_len_) - first + kKeys - 1, 0) / kKeys; }
-
   void begin_head(Head& head, int kv_head) {
     describe_rows(head.rows, launch_, segment_, tree_, exact_len_, item_.row_start, item_.num_rows, R, kv_head);
-    head.most = splat(-kInfinity);
+    head.base = splat(-kInfinity);
     head.total = f32x{};
     for (int line = 0; line < lines_qk_; ++line) {
       for (int row = 0; row < R; ++row) {
@@ -220,31 +217,35 @@ class Narrow {
     change.mask(logits, positions);
   }
 
-  // Scores to weights, relative to the largest score yet.
+  // Scores to weights.
   void soften(Head& head, float* scores) {
     f32x s[kGroups];
     unroll<kGroups>([&](auto i) SENNIT_LAMBDA { s[i] = load(scores + i * W); });
     f32x most = s[0];
     unroll<kGroups - 1>([&](auto i) SENNIT_LAMBDA { most = max(most, s[i + 1]); });
-    most = max(head.most, max_strided<R>(most));
-    const f32x base = most == -kInfinity ? f32x{} : most;  // a row that sees nothing yet: -inf - -inf is NaN
-    if (any(most > head.most)) {
-      const f32x alpha = exp2_negative<true>(head.most - base);
-      head.total *= alpha;
-      for (int line = 0; line < lines_vo_; ++line)
-        unroll<R>([&](auto row) SENNIT_LAMBDA {
-          unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
-            float* at = head.outputs + ((line * R + row) * L::kVectors + vector) * W;
-            store(at, load(at) * alpha[int(row)]);
-          });
-        });
-      head.most = most;
-    }
+    most = max(head.base, max_strided<R>(most));
+    if (any(most > head.base + kGrowth)) raise(head, most);
+    const f32x base = head.base == -kInfinity ? f32x{} : head.base;  // -inf - -inf is NaN
     unroll<kGroups>([&](auto i) SENNIT_LAMBDA {
-      const f32x weight = s[i] == -kInfinity ? f32x{} : exp2_negative<true>(s[i] - base);
+      const f32x weight = exp2_below<true>(s[i] - base);
       head.total += weight;
       store(scores + i * W, weight);
     });
+  }
+
+  // Moves the base to the largest score, where one would otherwise give a large weight: not for every new maximum, since
+  // what has been added up must then be multiplied.
+  void raise(Head& head, f32x most) {
+    const f32x alpha = exp2_below<true>(head.base - (most == -kInfinity ? f32x{} : most));
+    head.base = most;
+    head.total *= alpha;
+    for (int line = 0; line < lines_vo_; ++line)
+      unroll<R>([&](auto row) SENNIT_LAMBDA {
+        unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
+          float* at = head.outputs + ((line * R + row) * L::kVectors + vector) * W;
+          store(at, load(at) * alpha[int(row)]);
+        });
+      });
   }
 
   // Adds weights times values to the outputs; fetches the keys of the step `ahead`.
@@ -286,13 +287,12 @@ class Narrow {
   }
 
   void end_head(Head& head, int kv_head) {
-    const f32x totals = sum_strided<R>(head.total);
+    const Normalized rows(head.base, sum_strided<R>(head.total));
     for (int row = 0; row < item_.num_rows; ++row) {
-      const float total = totals[row], inverse = total > 0 ? 1 / total : 0;
       for (int line = 0; line < lines_vo_; ++line)
         for (int i = 0; i < L::kSize; ++i)
-          row_[line * L::kSize + L::place(i / W, i % W)] = head.outputs[(line * R + row) * L::kSize + i] * inverse;
-      write_item_row(launch_, segment_, item_, row, kv_head, row_, row_lse(head.most[row], total));
+          row_[line * L::kSize + L::place(i / W, i % W)] = head.outputs[(line * R + row) * L::kSize + i];
+      write_item_row(launch_, segment_, item_, row, kv_head, row_, rows.factor[row], rows.lse[row]);
     }
   }
 };

@@ -65,11 +65,11 @@ static SENNIT_INLINE Vector select(i32x condition, Vector a, Vector b) {
 // NaN if either is.
 template <class Vector>
 static SENNIT_INLINE Vector minimum(Vector a, Vector b) {
-  return lanes<Vector>([](auto x, auto y) { return (x < y) | (x != x) ? x : y; }, a, b);
+  return lanes<Vector>([](auto x, auto y) { return x < y || x != x ? x : y; }, a, b);
 }
 template <class Vector>
 static SENNIT_INLINE Vector maximum(Vector a, Vector b) {
-  return lanes<Vector>([](auto x, auto y) { return (x > y) | (x != x) ? x : y; }, a, b);
+  return lanes<Vector>([](auto x, auto y) { return x > y || x != x ? x : y; }, a, b);
 }
 
 // Arithmetic. Integers wrap around.
@@ -118,7 +118,7 @@ static SENNIT_INLINE Integer floor_quotient(Integer a, Integer b) {
 }
 // By float64, which has instructions for vectors; its quotients of int32 round to no other integer.
 static SENNIT_INLINE int32_t floor_quotient(int32_t a, int32_t b) {
-  const double quotient = __builtin_floor(double(a) / ((b == 0) | (b == -1) ? 1 : b));
+  const double quotient = __builtin_floor(double(a) / (b == 0 || b == -1 ? 1 : b));
   return b == -1 ? int32_t(-uint32_t(a)) : int32_t(quotient);
 }
 template <class Vector>
@@ -175,11 +175,21 @@ template <class Vector>
 static SENNIT_INLINE Vector pow(Vector a, Vector b) {
   return lanes<Vector>([](double x, double y) { return LaneOf<Vector>(__builtin_pow(x, y)); }, a, b);
 }
-static SENNIT_INLINE f64x exp(f64x a) { return lanes<f64x>(__builtin_exp, a); }
-static SENNIT_INLINE f64x exp2(f64x a) { return lanes<f64x>(__builtin_exp2, a); }
-static SENNIT_INLINE f64x log(f64x a) { return lanes<f64x>(__builtin_log, a); }
-static SENNIT_INLINE f64x log2(f64x a) { return lanes<f64x>(__builtin_log2, a); }
-static SENNIT_INLINE f64x tanh(f64x a) { return lanes<f64x>(__builtin_tanh, a); }
+static SENNIT_INLINE f64x exp(f64x a) {
+  return lanes<f64x>([](double x) { return __builtin_exp(x); }, a);
+}
+static SENNIT_INLINE f64x exp2(f64x a) {
+  return lanes<f64x>([](double x) { return __builtin_exp2(x); }, a);
+}
+static SENNIT_INLINE f64x log(f64x a) {
+  return lanes<f64x>([](double x) { return __builtin_log(x); }, a);
+}
+static SENNIT_INLINE f64x log2(f64x a) {
+  return lanes<f64x>([](double x) { return __builtin_log2(x); }, a);
+}
+static SENNIT_INLINE f64x tanh(f64x a) {
+  return lanes<f64x>([](double x) { return __builtin_tanh(x); }, a);
+}
 
 // Conversions.
 

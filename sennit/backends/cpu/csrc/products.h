@@ -36,19 +36,20 @@ constexpr int kPanelRows = kPanelVectors * W;
 constexpr int kTileKeys = 4;                   // keys, or columns of values, of a register tile
 constexpr int kColumns = 16;                   // columns of values that are packed together
 
-// W units of a row as they lie, of `count` elements that are left of it.
-static SENNIT_INLINE u32x load_units(const float* from, int count, std::integral_constant<int, 1>) {
-  return (u32x)(count >= W ? to_floats(from) : to_floats(from, std::max(count, 0)));
-}
+// W units of a row in their order: floats, or pairs of bf16.
 template <class T>
-static SENNIT_INLINE u32x load_units(const T* from, int count, std::integral_constant<int, 1>) {
-  return (u32x)(count >= W ? to_floats(from) : to_floats(from, std::max(count, 0)));
+static SENNIT_INLINE u32x load_units(const T* from, std::integral_constant<int, 1>) {
+  return (u32x)to_floats(from);
 }
-static SENNIT_INLINE u32x load_units(const bf16* from, int count, std::integral_constant<int, 2>) {
-  if (count >= 2 * W) return load_as<u32x>(from);
-  alignas(kVectorBytes) bf16 copy[2 * W] = {};
-  if (count > 0) std::memcpy(copy, from, count * sizeof(bf16));
-  return load_as<u32x>(copy);
+static SENNIT_INLINE u32x load_units(const bf16* from, std::integral_constant<int, 2>) { return load_as<u32x>(from); }
+
+// The same where `count` elements are left of the row; zeros come after them.
+template <class T, int kUnit>
+static SENNIT_INLINE u32x load_units(const T* from, int count, std::integral_constant<int, kUnit> unit) {
+  if (count >= W * kUnit) return load_units(from, unit);
+  alignas(kVectorBytes) T copy[W * kUnit] = {};
+  if (count > 0) std::memcpy(copy, from, count * sizeof(T));
+  return load_units(copy, unit);
 }
 
 // Pairs of bf16 of two vectors of floats, rounded to nearest (ties away from zero); a is below b.
@@ -61,17 +62,25 @@ template <int kUnit, class Q>
 static void pack_queries(uint32_t* packed, const Q* const* rows, int count, int dim, int units, bool flip) {
   const uint32_t sign = !flip ? 0 : kUnit == 2 ? 0x80008000u : 0x80000000u;
   for (int vector = 0; vector < kPanelVectors; ++vector) {
+    const Q* const* const q = rows + vector * W;
+    const bool whole = count >= (vector + 1) * W;
     for (int unit = 0; unit < units; unit += W) {
+      const int left = dim - unit * kUnit;
       u32x block[W];
-      for (int i = 0; i < W; ++i) {
-        const int lane = vector * W + i;
-        block[i] = lane < count ? load_units(rows[lane] + unit * kUnit, dim - unit * kUnit,
-                                             std::integral_constant<int, kUnit>{}) ^ sign
-                                : u32x{};
+      if (whole && left >= W * kUnit) {
+        unroll<W>([&](auto i) SENNIT_LAMBDA { block[i] = load_units(q[i] + unit * kUnit, std::integral_constant<int, kUnit>{}); });
+      } else {
+        for (int i = 0; i < W; ++i)
+          block[i] = vector * W + i < count
+                         ? load_units(q[i] + unit * kUnit, left, std::integral_constant<int, kUnit>{})
+                         : u32x{};
       }
       transpose(block);
-      for (int i = 0; i < std::min(W, units - unit); ++i)
-        store(packed + (int64_t(unit + i) * kPanelVectors + vector) * W, block[i]);
+      uint32_t* to = packed + (int64_t(unit) * kPanelVectors + vector) * W;
+      const int wanted = units - unit;
+      unroll<W>([&](auto i) SENNIT_LAMBDA {
+        if (i < wanted) store(to + i * kPanelRows, block[i] ^ sign);
+      });
     }
   }
 }
@@ -97,15 +106,15 @@ static void multiply_keys(const uint32_t* queries, const uint32_t* const* keys, 
   }
 }
 
-// Adds values times weights to a panel's outputs [dim, kPanelRows], which are multiplied by `alpha` first.
+// Adds values times weights to a panel's outputs [dim, kPanelRows].
 // Values are packed [dim / kColumns][stride][kColumns], weights [units, kPanelRows].
 template <class Units>
 static void multiply_values(const uint32_t* values, int64_t stride, const uint32_t* weights, int units, int dim,
-                            const f32x* alpha, float* outputs) {
+                            float* outputs) {
   for (int d = 0; d < dim; d += kTileKeys) {
     f32x sums[kTileKeys * kPanelVectors];
     float* at = outputs + int64_t(d) * kPanelRows;
-    unroll<kTileKeys * kPanelVectors>([&](auto i) SENNIT_LAMBDA { sums[i] = load(at + i * W) * alpha[i % kPanelVectors]; });
+    unroll<kTileKeys * kPanelVectors>([&](auto i) SENNIT_LAMBDA { sums[i] = load(at + i * W); });
     const uint32_t* a = values + (d / kColumns * stride) * kColumns + d % kColumns;
     for (int unit = 0; unit < units; ++unit, a += kColumns) {
       u32x b[kPanelVectors];
@@ -177,8 +186,8 @@ struct VectorProducts {
     multiply_keys<Units>(queries, rows, count, units, scores);
   }
 
-  void accumulate(const uint32_t* weights, int count, const f32x* alpha, bool, float* outputs) const {
-    multiply_values<Units>(packed_values, kBlockKeys / kUnit, weights, count / kUnit, columns, alpha, outputs);
+  void accumulate(const uint32_t* weights, int count, float* outputs) const {
+    multiply_values<Units>(packed_values, kBlockKeys / kUnit, weights, count / kUnit, columns, outputs);
   }
 
  private:

@@ -167,14 +167,29 @@ static SENNIT_INLINE f32x sum_strided(f32x v) {
   return v;
 }
 
-// 2 ** y for y <= 0; what is below 2 ** -126 gives 2 ** -126. The polynomials are minimax ones on [-0.5, 0.5]: relative
-// errors are 3e-6, which rounding to bfloat16 hides, or, if `exact`, 8e-8.
+// 2 ** y for y < 127, and 0 for -inf. The polynomials are minimax ones: relative errors are 8e-5, which rounding to
+// bfloat16 hides, or, if `exact`, 8e-8.
 template <bool kExact>
-static SENNIT_INLINE f32x exp2_negative(f32x y) {
+static SENNIT_INLINE f32x exp2_below(f32x y) {
+#if defined(SENNIT_AVX512)
+  const f32x x = (f32x)_mm512_reduce_ps((__m512)y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // y - floor(y)
+  f32x p;
+  if constexpr (kExact) {
+    p = 2.170225548e-4f * x + 1.243968782e-3f;
+    p = p * x + 9.678840997e-3f;
+    p = p * x + 5.548334198e-2f;
+    p = p * x + 2.402298363e-1f;
+    p = p * x + 6.931469838e-1f;
+    p = p * x + 1.f;
+  } else {
+    p = 7.802452263e-2f * x + 2.260671554e-1f;
+    p = p * x + 6.958335405e-1f;
+    p = p * x + 9.999252186e-1f;
+  }
+  return (f32x)_mm512_scalef_ps((__m512)p, (__m512)y);  // times 2 ** floor(y)
+#else
   constexpr float kRound = 12582912.f;  // 1.5 * 2 ** 23: adding it rounds to an integer, in the low bits
-  y = max(y, splat(-126.f));
-  const f32x shifted = y + kRound;
-  const f32x x = y - (shifted - kRound);
+  const f32x bounded = max(y, splat(-126.f)), shifted = bounded + kRound, x = bounded - (shifted - kRound);
   f32x p;
   if constexpr (kExact) {
     p = 1.534581202e-4f * x + 1.339993122e-3f;
@@ -184,14 +199,19 @@ static SENNIT_INLINE f32x exp2_negative(f32x y) {
     p = p * x + 6.931472057e-1f;
     p = p * x + 1.f;
   } else {
-    p = 9.570101910e-3f * x + 5.591786032e-2f;
-    p = p * x + 2.402474483e-1f;
-    p = p * x + 6.931218147e-1f;
-    p = p * x + 9.999992614e-1f;
+    p = 5.517166905e-2f * x + 2.426111222e-1f;
+    p = p * x + 6.932609855e-1f;
+    p = p * x + 9.999280735e-1f;
   }
-  return (f32x)((u32x)p + ((u32x)shifted << 23));
+  const f32x power = (f32x)((u32x)p + ((u32x)shifted << 23));
+  return y < -126.f ? f32x{} : power;
+#endif
 }
 
 static SENNIT_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+static SENNIT_INLINE void prefetch_to_l2(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// What assembler statements read and write is not known to compilers, which may move loads and stores past them.
+static SENNIT_INLINE void compiler_fence() { asm volatile("" ::: "memory"); }
 
 }  // namespace sennit

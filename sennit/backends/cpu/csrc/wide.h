@@ -10,12 +10,14 @@ namespace sennit {
 
 template <class Q, class T, class Products>
 class Wide {
+  static constexpr float kGrowth = 8;  // weights up to 2 ** kGrowth lose nothing in floating point
+  static constexpr int kLine = 64 / sizeof(T);
   static constexpr int kUnit = Products::kUnit, kKeys = Products::kBlockKeys, kVectors = kPanelVectors;
 
   // A panel of rows and its running softmax.
   struct alignas(64) Panel {
     LaneRows<kPanelRows> rows;
-    f32x most[kVectors], total[kVectors];  // largest logit times log2(e), and the weights' sum relative to it
+    f32x base[kVectors], total[kVectors];  // weights are 2 ** (logit * log2(e) - base), and add up to total
     int count;
     uint32_t* queries;  // [units, kPanelRows]
     float* outputs;     // [columns, kPanelRows]
@@ -40,15 +42,20 @@ class Wide {
   const bool transforms_;
   const float scale_;  // of products, to logits times log2(e)
   const int num_panels_;
+  const BlockList blocks_;
   Products products_;
   Panel* panels_;
   KeyBlock<T, kKeys>* block_;
-  float* scores_;      // [kKeys, kPanelRows]
-  uint32_t* weights_;  // [kKeys / kUnit, kPanelRows]
+  KeyBlock<T, kKeys>* next_block_;
+  float* scores_;       // [kKeys, kPanelRows]
+  uint32_t* weights_;   // [kKeys / kUnit, kPanelRows]
   int32_t* keys_;      // [kKeys]
   int32_t* positions_;
-  const T** k_;
+  const T** k_;  // rows of the head, of this block and of the next
   const T** v_;
+  const T** next_k_;
+  const T** next_v_;
+  int next_count_, fetched_;  // keys of the next block, and how many are on their way
   T* zeros_;
   float* row_;
 
@@ -56,7 +63,7 @@ class Wide {
       : launch_(launch), segment_(segment), item_(item), exact_len_(launch.exact_len(segment)),
         tree_(key_tree(launch, segment, exact_len_)), transforms_(launch.transforms()),
         scale_(transforms_ ? 1.f : float(std::abs(launch.sm_scale) * kLog2E)),
-        num_panels_((item.num_rows + kPanelRows - 1) / kPanelRows), products_(launch.dim_qk, launch.dim_vo) {}
+        num_panels_((item.num_rows + kPanelRows - 1) / kPanelRows), blocks_(item, exact_len_, kKeys), products_(launch.dim_qk, launch.dim_vo) {}
 
   size_t zero_count() const { return std::max(launch_.dim_qk, launch_.dim_vo) + 64; }
 
@@ -64,8 +71,8 @@ class Wide {
     const size_t queries = size_t(products_.units) * kPanelRows, outputs = size_t(products_.columns) * kPanelRows;
     scratch.reserve(products_.bytes() + Scratch::bytes_of<Panel>(num_panels_) +
                     num_panels_ * (Scratch::bytes_of<uint32_t>(queries) + Scratch::bytes_of<float>(outputs)) +
-                    Scratch::bytes_of<KeyBlock<T, kKeys>>(1) + 2 * Scratch::bytes_of<float>(kKeys * kPanelRows) +
-                    2 * Scratch::bytes_of<int32_t>(kKeys) + 2 * Scratch::bytes_of<T*>(kKeys) +
+                    2 * Scratch::bytes_of<KeyBlock<T, kKeys>>(1) + 2 * Scratch::bytes_of<float>(kKeys * kPanelRows) +
+                    2 * Scratch::bytes_of<int32_t>(kKeys) + 4 * Scratch::bytes_of<T*>(kKeys) +
                     Scratch::bytes_of<T>(zero_count()) + Scratch::bytes_of<float>(size_t(products_.columns) * W));
     products_.place(scratch);
     panels_ = scratch.take<Panel>(num_panels_);
@@ -74,12 +81,12 @@ class Wide {
       panels_[i].outputs = scratch.take<float>(outputs);
     }
     block_ = scratch.take<KeyBlock<T, kKeys>>(1);
+    next_block_ = scratch.take<KeyBlock<T, kKeys>>(1);
     scores_ = scratch.take<float>(kKeys * kPanelRows);
     weights_ = scratch.take<uint32_t>(kKeys * kPanelRows);
     keys_ = scratch.take<int32_t>(kKeys);
     positions_ = scratch.take<int32_t>(kKeys);
-    k_ = scratch.take<const T*>(kKeys);
-    v_ = scratch.take<const T*>(kKeys);
+    for (const T*** rows : {&k_, &v_, &next_k_, &next_v_}) *rows = scratch.take<const T*>(kKeys);
     zeros_ = scratch.take<T>(zero_count());
     row_ = scratch.take<float>(size_t(products_.columns) * W);
     std::memset(zeros_, 0, zero_count() * sizeof(T));
@@ -87,16 +94,29 @@ class Wide {
 
   void run_head(int head) {
     for (int i = 0; i < num_panels_; ++i) begin_panel(panels_[i], i * kPanelRows, head);
-    for_key_blocks(item_, exact_len_, kKeys, [&](int first, int count) {
-      find_keys(*block_, launch_, segment_, first, count, exact_len_, zeros_);
-      for (int i = 0; i < kKeys; ++i) {
-        k_[i] = block_->k[i] + head * block_->k_head[i];
-        v_[i] = block_->v[i] + head * block_->v_head[i];
-      }
-      products_.take(k_, v_, count);
-      for (int i = 0; i < num_panels_; ++i) run_block(panels_[i], first, count);
-    });
+    take_block(head, 0);
+    for (int number = 0; number < blocks_.count; ++number) {
+      std::swap(k_, next_k_);
+      std::swap(v_, next_v_);
+      std::swap(block_, next_block_);
+      take_block(head, number + 1);
+      products_.take(k_, v_, block_->count);
+      for (int i = 0; i < num_panels_; ++i) run_block(panels_[i], block_->first, block_->count);
+    }
     for (int i = 0; i < num_panels_; ++i) end_panel(panels_[i], i * kPanelRows, head);
+  }
+
+  // Looks up where a block's keys are, as the next to come.
+  void take_block(int head, int number) {
+    fetched_ = next_count_ = 0;
+    if (number >= blocks_.count) return;
+    const auto [first, count] = blocks_.at(number);
+    find_keys(*next_block_, launch_, segment_, first, count, exact_len_, zeros_);
+    for (int i = 0; i < kKeys; ++i) {
+      next_k_[i] = next_block_->k[i] + head * next_block_->k_head[i];
+      next_v_[i] = next_block_->v[i] + head * next_block_->v_head[i];
+    }
+    next_count_ = count;
   }
 
   void begin_panel(Panel& panel, int first_row, int head) {
@@ -110,25 +130,23 @@ class Wide {
                         !transforms_ && launch_.sm_scale < 0);
     std::memset(panel.outputs, 0, sizeof(float) * products_.columns * kPanelRows);
     for (int j = 0; j < kVectors; ++j) {
-      panel.most[j] = splat(-kInfinity);
+      panel.base[j] = splat(-kInfinity);
       panel.total[j] = f32x{};
     }
   }
 
+  static int rounded(int count) { return (count + Products::kKeyRound - 1) / Products::kKeyRound * Products::kKeyRound; }
+
   void run_block(Panel& panel, int first, int count) {
     count = reach(panel.rows, segment_, first, count);
     if (count <= 0) return;
-    const int round = (count + Products::kKeyRound - 1) / Products::kKeyRound * Products::kKeyRound;
+    const int round = rounded(count);
     products_.scores(panel.queries, round, scores_);
-    for (int i = count * kPanelRows; i < round * kPanelRows; i += W) store(scores_ + i, splat(-kInfinity));
-    bool masked = round > count;
-    if (transforms_ || !block_->complete || !sees_all(panel.rows, launch_, segment_, tree_, first, count)) {
+    for (int at = count * kPanelRows; at < round * kPanelRows; at += W) store(scores_ + at, splat(-kInfinity));
+    if (transforms_ || !block_->complete || !sees_all(panel.rows, launch_, segment_, tree_, first, count))
       change_logits(panel, first, count);
-      masked = true;
-    }
-    f32x alpha[kVectors];
-    const bool grew = masked ? soften<true>(panel, round, alpha) : soften<false>(panel, round, alpha);
-    products_.accumulate(weights_, round, alpha, grew, panel.outputs);
+    soften(panel, round);
+    products_.accumulate(weights_, round, panel.outputs);
   }
 
   void change_logits(const Panel& panel, int first, int count) {
@@ -139,34 +157,31 @@ class Wide {
     change.mask(block, positions_);
   }
 
-  // Scores to weights, relative to the largest score yet; `alpha` is what earlier sums are to be multiplied by.
-  template <bool kMasked>
-  bool soften(Panel& panel, int count, f32x* alpha) {
-    f32x most[kVectors], total[kVectors];
-    unroll<kVectors>([&](auto j) SENNIT_LAMBDA { most[j] = load(scores_ + j * W); });
+  // Scores to weights; meanwhile the next block of keys and values is fetched.
+  void soften(Panel& panel, int count) {
+    const float* const scores = scores_;
+    uint32_t* const weights = weights_;
+    const float scale = scale_;
+    f32x most[kVectors], base[kVectors], total[kVectors];
+    unroll<kVectors>([&](auto j) SENNIT_LAMBDA { most[j] = load(scores + j * W); });
     for (int key = 1; key < count; ++key)
-      unroll<kVectors>([&](auto j) SENNIT_LAMBDA { most[j] = max(most[j], load(scores_ + (key * kVectors + j) * W)); });
-    i32x grew = {};
+      unroll<kVectors>([&](auto j) SENNIT_LAMBDA { most[j] = max(most[j], load(scores + (key * kVectors + j) * W)); });
+    raise(panel, most);
     unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
-      const f32x before = panel.most[j], now = max(before, most[j] * scale_);
-      grew |= now > before;
-      most[j] = now == -kInfinity ? f32x{} : now;  // a row that sees nothing yet: -inf - -inf is NaN
-      alpha[j] = exp2_negative<true>(before - most[j]);
-      total[j] = panel.total[j] * alpha[j];
-      panel.most[j] = now;
+      base[j] = panel.base[j] == -kInfinity ? f32x{} : panel.base[j];  // -inf - -inf is NaN
+      total[j] = panel.total[j];
     });
-    const auto weigh = [&](int at, int j) SENNIT_LAMBDA {
-      const f32x score = load(scores_ + at), weight = exp2_negative<kUnit == 1>(score * scale_ - most[j]);
-      if constexpr (kMasked) return score == -kInfinity ? f32x{} : weight;
-      return weight;
+    const auto weigh = [&](int key, auto j) SENNIT_LAMBDA {
+      return exp2_below<kUnit == 1>(load(scores + (key * kVectors + j) * W) * scale - base[j]);
     };
     for (int key = 0; key < count; key += kUnit) {
+      fetch_ahead();
       unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
-        const f32x a = weigh((key * kVectors + j) * W, j);
+        const f32x a = weigh(key, j);
         total[j] += a;
-        uint32_t* to = weights_ + (key / kUnit * kVectors + j) * W;
+        uint32_t* to = weights + (key / kUnit * kVectors + j) * W;
         if constexpr (kUnit == 2) {
-          const f32x b = weigh(((key + 1) * kVectors + j) * W, j);
+          const f32x b = weigh(key + 1, j);
           total[j] += b;
           store(to, bf16_pairs(a, b));
         } else {
@@ -175,7 +190,38 @@ class Wide {
       });
     }
     unroll<kVectors>([&](auto j) SENNIT_LAMBDA { panel.total[j] = total[j]; });
-    return any(grew);
+  }
+
+  // Moves the base to the largest score, where one would otherwise give a large weight: not for every new maximum, since
+  // what has been added up must then be multiplied.
+  void raise(Panel& panel, const f32x* most) {
+    f32x now[kVectors];
+    i32x grew = {};
+    unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
+      now[j] = max(panel.base[j], most[j] * scale_);
+      grew |= now[j] > panel.base[j] + kGrowth;
+    });
+    if (!any(grew)) return;
+    f32x alpha[kVectors];
+    unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
+      alpha[j] = exp2_below<true>(panel.base[j] - (now[j] == -kInfinity ? f32x{} : now[j]));
+      panel.base[j] = now[j];
+      panel.total[j] *= alpha[j];
+    });
+    for (int d = 0; d < products_.columns; ++d)
+      unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
+        float* at = panel.outputs + (int64_t(d) * kVectors + j) * W;
+        store(at, load(at) * alpha[j]);
+      });
+  }
+
+  // One row of the keys and values that come next.
+  SENNIT_INLINE void fetch_ahead() {
+    if (fetched_ >= next_count_) return;
+    const T* k = next_k_[fetched_];
+    const T* v = next_v_[fetched_++];
+    for (int d = 0; d < launch_.dim_qk; d += kLine) prefetch_to_l2(k + d);
+    for (int d = 0; d < launch_.dim_vo; d += kLine) prefetch_to_l2(v + d);
   }
 
   void end_panel(Panel& panel, int first_row, int head) {
@@ -183,16 +229,14 @@ class Wide {
     for (int vector = 0; vector * W < panel.count; ++vector) {
       for (int d = 0; d < columns; d += W) {
         f32x block[W];
-        for (int i = 0; i < W; ++i) block[i] = load(panel.outputs + (int64_t(d + i) * kVectors + vector) * W);
+        unroll<W>([&](auto i) SENNIT_LAMBDA { block[i] = load(panel.outputs + (int64_t(d + i) * kVectors + vector) * W); });
         transpose(block);
-        for (int i = 0; i < W; ++i) store(row_ + int64_t(i) * columns + d, block[i]);
+        unroll<W>([&](auto i) SENNIT_LAMBDA { store(row_ + int64_t(i) * columns + d, block[i]); });
       }
+      const Normalized rows(panel.base[vector], panel.total[vector]);
       for (int i = 0; i < std::min(W, panel.count - vector * W); ++i) {
-        const float total = panel.total[vector][i], inverse = total > 0 ? 1 / total : 0;
-        float* row = row_ + int64_t(i) * columns;
-        for (int d = 0; d < launch_.dim_vo; ++d) row[d] *= inverse;
-        write_item_row(launch_, segment_, item_, first_row + vector * W + i, head, row,
-                       row_lse(panel.most[vector][i], total));
+        write_item_row(launch_, segment_, item_, first_row + vector * W + i, head, row_ + int64_t(i) * columns,
+                       rows.factor[i], rows.lse[i]);
       }
     }
   }
