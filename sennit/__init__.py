@@ -5,6 +5,8 @@ from __future__ import annotations
 from sennit.attention import BatchAttention
 from sennit.errors import (
     BackendUnavailable,
+    BuildFailed,
+    BuildUnavailable,
     CacheCorrupt,
     CapacityExceeded,
     FetchFailed,
@@ -39,6 +41,8 @@ __all__ = [
     "BackendUnavailable",
     "Batch",
     "BatchAttention",
+    "BuildFailed",
+    "BuildUnavailable",
     "CacheCorrupt",
     "CapacityExceeded",
     "FetchFailed",

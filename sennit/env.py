@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
-__all__ = ["cache_dir", "debug", "folder_size", "model_dir"]
+from sennit.errors import InvalidInput
+
+__all__ = ["CPU_ISAS", "cache_dir", "cpu_isa", "cxx_flags", "debug", "folder_size", "library_dir", "model_dir"]
+
+CPU_ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "neon", "generic")
 
 
 def cache_dir() -> Path:
@@ -40,3 +45,33 @@ def debug() -> bool:
 def model_dir() -> Path:
     """Folder of converted models, inside :func:`cache_dir`."""
     return cache_dir() / "models"
+
+
+def library_dir() -> Path:
+    """Folder of compiled libraries, inside :func:`cache_dir`."""
+    return cache_dir().absolute() / "libraries"
+
+
+def cpu_isa() -> str | None:
+    """The instruction set that ``SENNIT_CPU_ISA`` asks for, one of :data:`CPU_ISAS`, or None where it is not set.
+
+    Raises:
+        InvalidInput: it is something else.
+    """
+    wanted = os.environ.get("SENNIT_CPU_ISA") or None
+    if wanted is not None and wanted not in CPU_ISAS:
+        raise InvalidInput("SENNIT_CPU_ISA", expected="one of " + ", ".join(CPU_ISAS), got=repr(wanted))
+    return wanted
+
+
+def cxx_flags() -> tuple[str, ...]:
+    """Compiler flags that ``SENNIT_CXXFLAGS`` adds behind all others, split as a shell would.
+
+    Raises:
+        InvalidInput: a quotation in it does not end.
+    """
+    text = os.environ.get("SENNIT_CXXFLAGS", "")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise InvalidInput("SENNIT_CXXFLAGS", expected="flags as a shell reads them", got=repr(text)) from error

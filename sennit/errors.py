@@ -8,6 +8,8 @@ from typing import Any
 
 __all__ = [
     "BackendUnavailable",
+    "BuildFailed",
+    "BuildUnavailable",
     "CacheCorrupt",
     "CapacityExceeded",
     "FetchFailed",
@@ -84,6 +86,14 @@ class UnsupportedFeature(SennitError, NotImplementedError):
 
 class BackendUnavailable(SennitError, RuntimeError):
     """No backend, or not the named one, can run here; the text lists the reason for each."""
+
+
+class BuildUnavailable(SennitError, RuntimeError):
+    """Nothing can be compiled here: no compiler, a cache folder that cannot be written, too little disk or memory."""
+
+
+class BuildFailed(SennitError, RuntimeError):
+    """The compiler or linker rejected a source; the text names the file to attach to a report."""
 
 
 class CapacityExceeded(SennitError, ValueError):

@@ -17,10 +17,17 @@ __all__ = ["Append", "Attend", "Backend", "Support"]
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a backend takes something, and why not."""
+    """Whether a backend takes something, and why not.
+
+    Attributes:
+        accepted: whether it does.
+        reason: why not.
+        mendable: whether it would, if the machine had what the reason names; falling back then deserves a word.
+    """
 
     accepted: bool
     reason: str = ""
+    mendable: bool = False
 
     @classmethod
     def yes(cls) -> Support:
@@ -31,6 +38,11 @@ class Support:
     def no(cls, reason: str) -> Support:
         """Rejected, for a reason that reads well after the backend's name and a colon."""
         return cls(False, reason)
+
+    @classmethod
+    def not_yet(cls, reason: str) -> Support:
+        """Rejected as long as the machine is as the reason says."""
+        return cls(False, reason, mendable=True)
 
 
 @dataclass(frozen=True, eq=False)

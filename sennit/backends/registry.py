@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,8 +22,9 @@ BUILT_IN = {
     "reference": "sennit.backends.reference:BACKEND",
     "reference-items": "sennit.backends.reference:ITEMS_BACKEND",
 }
-AUTO_ORDER = {"cpu": ("reference",), "cuda": ("reference",)}
+AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
 ENTRY_POINTS = "sennit.backends"
+SLOWER = "10 to 100 times slower"
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,13 @@ def choose(tried: Sequence[str], spec: AttentionSpec, features: frozenset[str], 
         BackendUnavailable: none can run on the device.
         UnsupportedFeature: one can run here, but none can do what is asked.
     """
-    examined = []
+    examined: list[Candidate] = []
     for name in tried:
         candidate = examine(name, spec, features, device)
         if candidate.support.accepted:
+            for passed in examined:
+                if passed.support.mendable:
+                    _tell(f"backend {passed}. Attention runs on {name!r} instead, which is {SLOWER}")
             return name
         examined.append(candidate)
     reasons = "; ".join(map(str, examined))
@@ -106,3 +111,9 @@ def choose(tried: Sequence[str], spec: AttentionSpec, features: frozenset[str], 
         raise BackendUnavailable(f"no backend can run on {device} ({reasons})")
     asked = sorted(spec.features | features)
     raise UnsupportedFeature(", ".join(asked) or "spec", f"no backend accepts it on {device} ({reasons})")
+
+
+@functools.cache
+def _tell(text: str) -> None:
+    """Warn, once a process."""
+    warnings.warn(text, stacklevel=2)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.cli import bench, check, generate, info, plan
+from sennit.cli import bench, cache, check, generate, info, plan
 from sennit.cli.output import command_group
 
 __all__ = ["app", "main"]
@@ -18,6 +18,7 @@ app.command("info")(info.info)
 app.command("check")(check.check)
 app.command("plan")(plan.plan)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 
 
 def _print_version(wanted: bool) -> None:

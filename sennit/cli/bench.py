@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sennit.cli import bench_attention, bench_generate
 from sennit.cli.output import command_group, console, error_console, gauge, print_json, table
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ NOTES = (
 )
 
 app = command_group(help="Measure parts of Sennit on this machine.\n\nExample: sennit bench plan")
+app.command("attention")(bench_attention.attention)
+app.command("generate")(bench_generate.generate)
 
 
 @app.callback()

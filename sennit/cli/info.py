@@ -1,8 +1,7 @@
-"""``sennit info``: versions, devices, backends with their reasons, and the folders that Sennit writes to."""
+"""``sennit info``: versions, devices, backends with their reasons, compiler, and the folders that Sennit writes to."""
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +19,7 @@ OTHERS = ("triton", "flashinfer-python")
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show versions, devices, backends with the reason for each, and cache folders.
+    """Show versions, devices, backends with the reason for each, the compiler, and cache folders.
 
     Example: sennit info --json
     """
@@ -28,6 +27,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
         "versions": _versions(),
         "devices": _devices(),
         "backends": _backends(),
+        "native": _native(),
         "cache": _cache(),
     }
     if as_json:
@@ -63,13 +63,15 @@ def _installed(name: str) -> str | None:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
+    from sennit.bench.host import cpu_name, main_memory
+
     devices: list[dict[str, Any]] = [
         {
             "device": "cpu",
-            "name": _cpu_name(),
+            "name": cpu_name(),
             "threads": torch.get_num_threads(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
-            "memory_bytes": _main_memory(),
+            "memory_bytes": main_memory(),
         }
     ]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -86,21 +88,6 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _main_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def _backends() -> list[dict[str, Any]]:
     import torch
 
@@ -111,11 +98,12 @@ def _backends() -> list[dict[str, Any]]:
     for device in map(torch.device, kinds):
         preferred = registry.candidates("auto", device)
         ordered = [*preferred, *(name for name in registry.names() if name not in preferred)]
-        for name in ordered:
-            accepted, reason = _examine(name, device)
+        examined = {name: _examine(name, device) for name in ordered}
+        used = next((name for name in preferred if examined[name][0]), None)
+        for name, (accepted, reason) in examined.items():
             place = preferred.index(name) + 1 if name in preferred else None
             entry = {"backend": name, "device": device.type, "accepted": accepted, "reason": reason}
-            found.append(entry | {"auto_order": place})
+            found.append(entry | {"auto_order": place, "used_by_auto": name == used})
     return found
 
 
@@ -129,12 +117,32 @@ def _examine(name: str, device: Any) -> tuple[bool, str]:
     return support.accepted, support.reason
 
 
-def _cache() -> list[dict[str, Any]]:
-    from sennit.env import cache_dir, folder_size
+def _native() -> dict[str, Any]:
+    """What the CPU backend is compiled by, and for which of this machine's instructions; or why it cannot be."""
+    from sennit.backends.cpu.instructions import instruction_set
+    from sennit.errors import SennitError
+    from sennit.jit import find_toolchain
 
-    root = cache_dir()
-    inside = sorted(path for path in root.glob("*/*") if path.is_dir()) if root.is_dir() else []
-    return [{"folder": str(path), "exists": path.is_dir(), "bytes": folder_size(path)} for path in (root, *inside)]
+    try:
+        toolchain, machine = find_toolchain(), instruction_set()
+    except SennitError as error:  # no compiler, or a variable that asks for what is not here
+        return {"compiler": None, "version": None, "instructions": None, "problem": str(error)}
+    command = " ".join(toolchain.command)
+    return {"compiler": command, "version": toolchain.version, "instructions": machine.name, "problem": None}
+
+
+def _cache() -> list[dict[str, Any]]:
+    """The cache folder, that of libraries with their number, and one for each model."""
+    from sennit.env import cache_dir, folder_size, library_dir, model_dir
+    from sennit.jit.store import entries
+
+    root, libraries, models = cache_dir(), library_dir(), model_dir()
+
+    def described(folder: Path) -> dict[str, Any]:
+        return {"folder": str(folder), "exists": folder.is_dir(), "bytes": folder_size(folder)}
+
+    inside = sorted(path for path in models.glob("*") if path.is_dir()) if models.is_dir() else []
+    return [described(root), described(libraries) | {"libraries": len(entries())}, *map(described, inside)]
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -153,14 +161,19 @@ def _print(found: dict[str, Any]) -> None:
     for backend in found["backends"]:
         accepted = Text("yes", "green") if backend["accepted"] else Text("no", "red")
         place = backend["auto_order"]
-        order = f"choice {place}" if place else "by name only"
+        order = f"choice {place}{', used' if backend['used_by_auto'] else ''}" if place else "by name only"
         backends.add_row(backend["device"], backend["backend"], accepted, order, backend["reason"])
-    cache = table("Cache folders", "folder", ">size")
+    native = table("Compiler of the CPU backend", "compiler", "version", "instruction set")
+    made_by = found["native"]
+    if made_by["problem"]:
+        native.add_row(Text("none", "red"), Text("the reason is beside backend cpu", "dim"), "")
+    else:
+        native.add_row(made_by["compiler"], made_by["version"], made_by["instructions"])
+    cache = table("Cache folders", "folder", ">size", "holds")
     for entry in found["cache"]:
-        cache.add_row(
-            entry["folder"], format_bytes(entry["bytes"]) if entry["exists"] else Text("not there yet", "dim")
-        )
-    for part in (versions, devices, backends, cache):
+        size = format_bytes(entry["bytes"]) if entry["exists"] else Text("not there yet", "dim")
+        cache.add_row(entry["folder"], size, f"{entry['libraries']} libraries" if entry.get("libraries") else "")
+    for part in (versions, devices, backends, native, cache):
         stdout.print(part)
         stdout.print()
     stdout.print("SENNIT_CACHE_DIR moves the cache; any folder in it may be deleted.", style="dim")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 __all__ = [
+    "check_files",
     "command_group",
     "console",
     "error_console",
@@ -24,6 +27,7 @@ __all__ = [
     "print_json",
     "table",
     "working",
+    "write_json",
 ]
 
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -92,6 +96,24 @@ def working(what: str, *, shown: bool = True) -> AbstractContextManager[object]:
 def print_json(value: object) -> None:
     """Print a value as JSON on standard output; infinities and NaN are refused, since JSON has none."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def write_json(value: object, path: Path) -> None:
+    """Write a value to a file as :func:`print_json` prints it."""
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def check_files(files: Mapping[str, Path | None]) -> None:
+    """Refuse, before a long run, what could not be written after it: ``{option: file, or None where there is none}``.
+
+    Raises:
+        InvalidInput: a file's folder does not exist, or it is a folder itself.
+    """
+    from sennit.errors import InvalidInput
+
+    for option, path in files.items():
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise InvalidInput(option, expected="a file in an existing folder", got=str(path))
 
 
 def table(title: str, *columns: str) -> Table:

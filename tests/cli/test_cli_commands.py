@@ -11,10 +11,14 @@ import pytest
 import sennit as package
 from sennit.plan.batch import Batch
 
-COMMANDS = [("generate",), ("info",), ("check",), ("plan",), ("bench",), ("bench", "plan")]
+GROUPS = [("bench",), ("cache",)]
+COMMANDS = [
+    *[("generate",), ("info",), ("check",), ("plan",), ("bench", "plan"), ("bench", "generate")],
+    *[("cache", "list"), ("cache", "clear"), ("cache", "warm")],
+]
 
 
-@pytest.mark.parametrize("command", [(), *COMMANDS], ids=" ".join)
+@pytest.mark.parametrize("command", [(), *GROUPS, *COMMANDS], ids=" ".join)
 def test_help_of_every_command_has_an_example_of_that_command(sennit, command):
     result = sennit(*command, "--help", width=100)
     assert result.exit_code == 0
@@ -23,8 +27,7 @@ def test_help_of_every_command_has_an_example_of_that_command(sennit, command):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_command_that_prints_results_has_json(sennit, command):
-    if command != ("bench",):
-        assert "--json" in sennit(*command, "--help").stdout
+    assert "--json" in sennit(*command, "--help").stdout
 
 
 def test_version_is_the_packages(sennit):

@@ -6,12 +6,26 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import numpy
+import pytest
 import torch
 
 import sennit as package
 from sennit.backends import registry
+from sennit.jit import Toolchain
+from sennit.jit.store import seal
+
+
+@pytest.fixture
+def toolchain(monkeypatch):
+    """A compiler that nobody asks anything, and that has built nothing."""
+    made = Toolchain(Path("/opt/c++"), (), "c++ 13.1", "x86_64-linux-gnu", (), frozenset({"avx2"}), "")
+    monkeypatch.delenv("SENNIT_CPU_ISA", raising=False)
+    monkeypatch.setattr("sennit.jit.find_toolchain", lambda: made)
+    monkeypatch.setattr("sennit.backends.cpu.instructions.find_toolchain", lambda: made)
+    return made
 
 
 def found(sennit, **options):
@@ -47,6 +61,27 @@ def test_every_backend_is_listed_with_its_reason(sennit, add_backend):
     assert "needs a GPU [red]of another kind" in " ".join(sennit("info").stdout.split())
 
 
+def test_auto_uses_the_first_backend_that_accepts(sennit, add_backend, monkeypatch):
+    add_backend("absent", "faulty_backends:ABSENT")
+    monkeypatch.setitem(registry.AUTO_ORDER, "cpu", ("absent", "reference", "reference-items"))
+    entries = [entry for entry in found(sennit)["backends"] if entry["device"] == "cpu"]
+    assert [entry["backend"] for entry in entries if entry["used_by_auto"]] == ["reference"]
+    assert [entry["backend"] for entry in entries[:3]] == ["absent", "reference", "reference-items"]
+    lines = sennit("info", width=100).stdout.splitlines()
+    assert [line.split()[1] for line in lines if "used" in line.split()] == ["reference"]
+
+
+def test_the_compiler_is_shown_or_why_there_is_none(sennit, toolchain, monkeypatch):
+    native = {"compiler": "/opt/c++", "version": "c++ 13.1", "instructions": "avx2", "problem": None}
+    assert found(sennit)["native"] == native
+    assert any(line.split() == ["/opt/c++", "c++", "13.1", "avx2"] for line in sennit("info").stdout.splitlines())
+    monkeypatch.setenv("SENNIT_CPU_ISA", "neon")
+    none = found(sennit)["native"]
+    assert none["compiler"] is None
+    assert "neon" in none["problem"]
+    assert any(line.split()[:1] == ["none"] for line in sennit("info").stdout.splitlines())
+
+
 def test_a_broken_backend_of_a_third_party_does_not_hide_the_others(sennit, add_backend):
     add_backend("broken", "faulty_backends:NO_SUCH_NAME")
     entries = {entry["backend"]: entry for entry in found(sennit)["backends"]}
@@ -54,15 +89,29 @@ def test_a_broken_backend_of_a_third_party_does_not_hide_the_others(sennit, add_
     assert entries["reference"]["accepted"]
 
 
-def test_cache_folders_are_measured_and_never_made(sennit, tmp_path):
+def test_cache_folders_are_measured_and_never_made(sennit, toolchain, add_backend, tmp_path):
+    add_backend("cpu", "faulty_backends:ABSENT")  # the real one may build, which makes folders
     root = tmp_path / "cache"
     env = {"SENNIT_CACHE_DIR": str(root)}
-    assert found(sennit, env=env)["cache"] == [{"folder": str(root), "exists": False, "bytes": 0}]
+    libraries = root / "libraries"
+    assert found(sennit, env=env)["cache"] == [
+        {"folder": str(root), "exists": False, "bytes": 0},
+        {"folder": str(libraries), "exists": False, "bytes": 0, "libraries": 0},
+    ]
     assert not root.exists()
     (root / "models" / "one").mkdir(parents=True)
     (root / "models" / "one" / "weights").write_bytes(bytes(1234))
-    sizes = {entry["folder"]: entry["bytes"] for entry in found(sennit, env=env)["cache"]}
-    assert sizes == {str(root): 1234, str(root / "models" / "one"): 1234}
+    (built := libraries / "small-0f").mkdir(parents=True)
+    (built / "small.so").write_bytes(bytes(100))
+    seal(built, "small", "0f", compiler="c++ 13.1", flags=())
+    (libraries / "half-built").mkdir()
+    size = sum(path.stat().st_size for path in built.iterdir())
+    described = {entry.pop("folder"): entry for entry in found(sennit, env=env)["cache"]}
+    assert described == {
+        str(root): {"exists": True, "bytes": 1234 + size},
+        str(libraries): {"exists": True, "bytes": size, "libraries": 1},
+        str(root / "models" / "one"): {"exists": True, "bytes": 1234},
+    }
 
 
 def test_the_cpu_has_a_name_and_threads(sennit):

@@ -101,6 +101,15 @@ print(tuple(out.shape), bool(out.isfinite().all()))
 
 
 @pytest.mark.slow
-def test_importing_sennit_adds_less_than_100_ms_to_importing_torch():
-    code = "import torch, time; t = time.perf_counter(); import sennit; print(time.perf_counter() - t)"
+def test_importing_sennit_adds_less_than_100_ms_to_importing_torch(tmp_path):
+    # As installed: pip leaves bytecode, which the first of these imports writes where the environment forbids it.
+    # CPU time, since other processes may be running.
+    code = f"""
+import time, torch, sys
+sys.dont_write_bytecode, sys.pycache_prefix = False, {str(tmp_path)!r}
+start = time.process_time()
+import sennit
+print(time.process_time() - start)
+"""
+    run(code)
     assert min(float(run(code)) for _ in range(5)) < 0.1

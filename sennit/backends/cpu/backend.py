@@ -45,9 +45,7 @@ class CpuBackend:
 
     def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
         """See :func:`~sennit.backends.cpu.costs.kernel_configs`."""
-        return kernel_configs(
-            spec.dtype, spec.kv_dtype, spec.head_dim_qk, spec.head_dim_vo, spec.latent, torch.get_num_threads()
-        )
+        return kernel_configs(spec, torch.get_num_threads())
 
     def attend(self, launch: Attend) -> None:
         """See :class:`~sennit.backends.base.Backend`."""
@@ -109,9 +107,13 @@ class CpuBackend:
         _copy_pages()(pages, source.long(), target.long(), parallel_function(), torch.get_num_threads())
 
 
-def last_worker_times() -> list[float]:
-    """Microseconds that each worker of the last bfloat16 launch took; what was not launched has none."""
-    return [float(time) for time in function(attention_source(torch.bfloat16, torch.bfloat16), "last_worker_times")()]
+def last_worker_times(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> list[float]:
+    """Microseconds that each worker's planned items took in this thread's last launch with these dtypes.
+
+    A worker that ends early takes items of others, whose time still counts for those that they were planned for.
+    """
+    times = function(attention_source(dtype, kv_dtype or dtype), "last_worker_times")()
+    return [time / 1000 for time in times]
 
 
 @cache
@@ -145,7 +147,7 @@ def _built(build: Callable[[], object]) -> Support:
         instruction_set()
         build()
     except (BuildUnavailable, BuildFailed) as error:
-        return Support.no(str(error))
+        return Support.not_yet(str(error))
     return Support.yes()
 
 

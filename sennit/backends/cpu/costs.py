@@ -2,48 +2,85 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from sennit.backends.cpu.instructions import instruction_set
 from sennit.plan.cost import KernelConfig, Strand
+from sennit.spec import AttentionSpec
 
 __all__ = ["kernel_configs"]
 
 WIDE_STEP, NARROW_STEP = 128, 16  # keys
-WIDE_ROWS = (256, 64)
-BYTES_PER_US = 12e3  # that one core reads of scattered pages
-FLOPS_PER_US = {"amx": 600e3, "avx512_bf16": 450e3, "avx512": 120e3, "avx2": 60e3, "neon": 25e3, "generic": 12e3}
+WIDE_ROWS = (256, 128, 64)  # multiples of a panel; many rows share the packing of values
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one core does in a microsecond, measured by the benchmarks.
+
+    Attributes:
+        products: thousands of floating-point operations in products of wide tiles.
+        logits: thousands of logits made weights.
+        packed: thousands of numbers of values packed for a wide tile.
+    """
+
+    products: float
+    logits: float
+    packed: float
+
+
+# Where not everything is bfloat16, "amx" and "avx512_bf16" multiply floats too.
+SPEEDS = {
+    "amx": Speed(1350, 5.5, 22),
+    "avx512_bf16": Speed(480, 5.5, 22),
+    "avx512": Speed(130, 4, 22),
+    "avx2": Speed(70, 2, 11),
+    "neon": Speed(30, 1, 5),
+    "generic": Speed(15, 0.5, 3),
+}
+BYTES = 12  # thousands that a core reads of scattered pages in a microsecond
+
+
+def kernel_configs(spec: AttentionSpec, threads: int) -> tuple[KernelConfig, ...]:
+    """One configuration for each height of wide tiles; narrow ones have as many rows as a register has lanes."""
+    name = instruction_set().name
+    if name in ("amx", "avx512_bf16") and not spec.dtype == spec.kv_dtype == torch.bfloat16:
+        name = "avx512"
+    bytes_per_key = spec.kv_bytes_per_token // spec.num_kv_heads
+    return _configs(name, spec.head_dim_qk, spec.head_dim_vo, bytes_per_key, spec.group_size, threads)
 
 
 @cache
-def kernel_configs(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim_qk: int, dim_vo: int, latent: bool, threads: int
+def _configs(
+    name: str, dim_qk: int, dim_vo: int, bytes_per_key: int, group_size: int, threads: int
 ) -> tuple[KernelConfig, ...]:
-    """Configurations with tiles for many rows and for fewer; narrow tiles have as many as a register has lanes."""
-    machine = instruction_set()
-    pairs = machine.name in ("amx", "avx512_bf16") and dtype == kv_dtype == torch.bfloat16
-    plain = machine.name if machine.name not in ("amx", "avx512_bf16") else "avx512"
-    dims, bytes_per_key = dim_qk + dim_vo, (dim_qk + (0 if latent else dim_vo)) * kv_dtype.itemsize
+    lanes, speed = instruction_set().lanes, SPEEDS[name]
+    vectors = SPEEDS["avx512"] if name in ("amx", "avx512_bf16") else speed  # narrow tiles multiply floats
+    row = (dim_qk + dim_vo) * 2
 
-    def strand(name: str, rows: int, step: int, flops: float, item: float) -> Strand:
+    def wide(rows: int) -> Strand:
+        weights = rows * WIDE_STEP * (row / speed.products + 1 / speed.logits) / 1e3
         return Strand(
-            name,  # type: ignore[arg-type]
+            "wide",
             rows,
-            step,
-            item_time=item,
-            compute_time=2 * rows * step * dims / flops,
-            memory_time=step * bytes_per_key / BYTES_PER_US,
-            split_time=rows * dim_vo * 8 / BYTES_PER_US,
+            WIDE_STEP,
+            item_time=2 + rows * (dim_qk + dim_vo) / speed.packed / 1e3,
+            compute_time=weights + WIDE_STEP * dim_vo / speed.packed / 1e3,
+            memory_time=WIDE_STEP * bytes_per_key / BYTES / 1e3,
+            split_time=rows * dim_vo * 8 / BYTES / 1e3,
         )
 
-    narrow = strand("narrow", machine.lanes, NARROW_STEP, FLOPS_PER_US[plain], 2.0)
-    return tuple(
-        KernelConfig(
-            f"{machine.name}-{rows}x{threads}",
-            (strand("wide", rows, WIDE_STEP, FLOPS_PER_US[machine.name if pairs else plain], rows * 0.05), narrow),
-            num_workers=threads,
-        )
-        for rows in WIDE_ROWS
+    decoded = min(lanes, 1 << (group_size - 1).bit_length())  # rows of a decode, as the kernel rounds them
+    narrow = Strand(
+        "narrow",
+        lanes,
+        NARROW_STEP,
+        item_time=1,
+        compute_time=NARROW_STEP * decoded * row / vectors.products / 1e3,
+        memory_time=NARROW_STEP * bytes_per_key / BYTES / 1e3,
+        split_time=decoded * dim_vo * 8 / BYTES / 1e3,
     )
+    return tuple(KernelConfig(f"{name}-{rows}x{threads}", (wide(rows), narrow), threads) for rows in WIDE_ROWS)

@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "output.h"
+#include "queues.h"
 #include "strands.h"
 #include "tensors.h"
 #include "workers.h"
@@ -10,7 +11,7 @@
 namespace sennit {
 
 static thread_local Scratch scratch;
-static std::vector<double> worker_times;  // microseconds, of the last launch
+static thread_local std::vector<int64_t> worker_times;  // nanoseconds of each worker's items in the last launch
 
 static void run_item(const AttentionLaunch& launch, const Item& item) {
   (item.num_rows <= kNarrowRows ? run_narrow : run_wide)(launch, item, scratch);
@@ -53,15 +54,17 @@ static void attend(TensorView plan, TensorView page_table, Optional<TensorView> 
   };
   const Plan& p = launch.plan;
   const auto on_threads = reinterpret_cast<ParallelFunction>(parallel);
-  worker_times.assign(p.num_workers, 0);
+  std::vector<std::atomic<int64_t>> nanoseconds(p.num_workers);
+  ItemQueues queues(p);
   run_tasks(on_threads, int(threads), p.num_workers, [&](int worker) {
-    const auto start = std::chrono::steady_clock::now();
-    for (int strand = 0; strand < p.num_strands; ++strand) {
-      const int32_t* bounds = p.worker_indptr + strand * (p.num_workers + 1) + worker;
-      for (int item = bounds[0]; item < bounds[1]; ++item) run_item(launch, p.items[item]);
-    }
-    worker_times[worker] = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
+    queues.run(worker, [&](const Item& item, int planned_for) {
+      const auto start = std::chrono::steady_clock::now();
+      run_item(launch, item);
+      const std::chrono::nanoseconds time = std::chrono::steady_clock::now() - start;
+      nanoseconds[planned_for].fetch_add(time.count(), std::memory_order_relaxed);
+    });
   });
+  worker_times.assign(nanoseconds.begin(), nanoseconds.end());
   constexpr int kAtOnce = 16;
   run_tasks(on_threads, int(threads), (p.num_merges + kAtOnce - 1) / kAtOnce, [&](int task) {
     scratch.reserve(Scratch::bytes_of<float>(launch.dim_vo));
@@ -71,7 +74,7 @@ static void attend(TensorView plan, TensorView page_table, Optional<TensorView> 
   });
 }
 
-static Array<double> last_worker_times() { return Array<double>(worker_times.begin(), worker_times.end()); }
+static Array<int64_t> last_worker_times() { return Array<int64_t>(worker_times.begin(), worker_times.end()); }
 
 }  // namespace sennit
 

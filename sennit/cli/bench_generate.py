@@ -1,0 +1,213 @@
+"""``sennit bench generate``: tokens per second and memory of ``sennit.hf.generate`` beside transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sennit.cli.generate import Dtype
+from sennit.cli.output import (
+    check_files,
+    console,
+    error_console,
+    fail,
+    format_bytes,
+    print_json,
+    table,
+    working,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from sennit.bench.generate_results import Options, Report, Speed, WorkloadReport
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH_OR_ID", help="A folder, or a model's id on the hub.", show_default="SmolLM2-135M-Instruct"
+        ),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights; auto: as they are stored.")] = Dtype.BFLOAT16,
+    prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts of each workload.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=4, metavar="N", help="Mean length of the prompts.")] = 1000,
+    max_new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens to generate for each.")] = 128,
+    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each, taken in turns.")] = 1,
+    peers: Annotated[bool, typer.Option(help="Measure transformers too.")] = True,
+    full_check: Annotated[
+        bool, typer.Option("--full-check", help="Compare all tokens of all prompts, not 32 of some.")
+    ] = False,
+    backend: Annotated[str, typer.Option(metavar="NAME", help="Backend of Sennit's attention.")] = "auto",
+    max_batch_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of one of Sennit's steps at most.", show_default="the batcher's"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the JSON to a file too.", show_default=False)
+    ] = None,
+) -> None:
+    """Time greedy generation on the CPU for prompts of equal and of unequal lengths, beside transformers'.
+
+    Every measurement has a process of its own, so that peaks of memory are honest. Before any, Sennit's tokens in
+    float32 are compared with transformers'; nothing is printed unless they agree.
+
+    Example: sennit bench generate --repeat 7 --full-check --out generate.json
+
+    A short try: sennit bench generate --prompts 4 --prompt-tokens 200 --max-new-tokens 16
+    """
+    import torch
+
+    try:
+        with working("Loading transformers ..."):
+            from sennit.bench.generate_engines import Sennit
+            from sennit.bench.generate_results import Options
+            from sennit.hf import smollm2
+    except ImportError as error:  # it says what to install
+        fail(str(error))
+    check_files({"--out": out})
+    settings = {} if max_batch_tokens is None else {"max_batch_tokens": max_batch_tokens}
+    options = Options(
+        str(smollm2.ensure()) if model is None else model,
+        None if dtype is Dtype.AUTO else getattr(torch, dtype.value),
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        repeat=repeat,
+        peers=peers,
+        thorough=full_check,
+        engine=Sennit(backend, **settings),
+    )
+    report = _measure(options)
+    found = _as_json(report, smollm2.NAME if model is None else model)
+    if out is not None:
+        write_json(found, out)
+    if as_json:
+        print_json(found)
+    else:
+        _print(report, found["model"])
+
+
+def _measure(options: Options) -> Report:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from sennit.bench.generate import measure, num_stages
+
+    stderr = error_console()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    # Drawn once a second: what is measured needs every core.
+    with Progress(
+        *columns, console=stderr, transient=True, refresh_per_second=1, disable=not stderr.is_terminal
+    ) as bar:
+        task = bar.add_task("loading", total=num_stages(options))
+        return measure(
+            options,
+            on_stage=lambda stage: bar.update(task, description=stage),
+            on_end=lambda: bar.advance(task),
+        )
+
+
+def _print(report: Report, model: str) -> None:
+    stdout = console()
+    for workload in report.workloads:
+        _print_workload(workload, report, model)
+    agreement, options = report.agreement, report.options
+    ties = f" {agreement.ties} ended at two logits within 0.001." if agreement.ties else ""
+    for note in (
+        f"Checked: {agreement.tokens} greedy tokens of {agreement.prompts} prompts are transformers' in float32.{ties}",
+        "new/s: all new tokens over the whole time. prompt/s: until each prompt has one new token. decode/s: the rest.",
+        "Memory: most that is resident while generating, runtime and weights included"
+        + (", and loading, on this system." if _loading_included(report) else "."),
+        f"Medians of {options.repeat}; {report.threads} threads; attention of sennit by backend {report.backend}.",
+    ):
+        stdout.print(note, style="dim")
+
+
+def _print_workload(found: WorkloadReport, report: Report, model: str) -> None:
+    from rich.text import Text
+
+    from sennit.bench.generate_profile import Part
+
+    stdout, options = console(), report.options
+    dtype = "as stored" if options.dtype is None else str(options.dtype).removeprefix("torch.")
+    title = f"{model}, {dtype}: {found.workload}, {options.max_new_tokens} new tokens each"
+    stdout.print(title, style="bold")
+    made = table("", "", ">seconds", ">new/s", ">prompt/s", ">decode/s", ">memory")
+    for index, speed in enumerate(found.speeds):
+        name = Text(speed.engine, "bold" if index == 0 else "")
+        made.add_row(name, *_cells(speed))
+    stdout.print(made)
+    for speed in found.speeds:
+        stdout.print(f"{speed.engine}: {speed.failure or speed.settings}", style="red" if speed.failure else "dim")
+    if found.speedup is not None:
+        stdout.print(f"{found.speedup:.2f} times as fast as the fastest of transformers", style="bold green")
+    shares = ", ".join(f"{found.parts.share(part):.0%} {part.value}" for part in Part)
+    stdout.print(f"Time of sennit, in a further run with hooks: {shares}.")
+    stdout.print()
+
+
+def _cells(speed: Speed) -> list[str]:
+    if speed.failure:
+        return ["failed", "", "", "", ""]
+    rates = (speed.new_tokens_per_second, speed.prompt_rate, speed.decode_rate)
+    shown = ("" if rate is None else f"{rate:.0f}" for rate in rates)
+    return [f"{speed.seconds:.2f}", *shown, format_bytes(speed.peak_bytes)]
+
+
+def _loading_included(report: Report) -> bool:
+    measurements = (each for found in report.workloads for speed in found.speeds for each in speed.measurements)
+    return any(each.loading_included for each in measurements)
+
+
+def _as_json(report: Report, model: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    import transformers
+
+    from sennit.bench.host import describe_host
+
+    options, host = report.options, describe_host()
+    host["versions"]["transformers"] = transformers.__version__
+    return host | {
+        "model": model,
+        "dtype": None if options.dtype is None else str(options.dtype).removeprefix("torch."),
+        "max_new_tokens": options.max_new_tokens,
+        "backend": report.backend,
+        "check": asdict(report.agreement),
+        "workloads": [_workload_as_json(found) for found in report.workloads],
+    }
+
+
+def _workload_as_json(found: WorkloadReport) -> dict[str, Any]:
+    return {
+        "name": found.workload.name,
+        "prompt_lengths": found.workload.lengths,
+        "engines": [_speed_as_json(speed) for speed in found.speeds],
+        "speedup": found.speedup,
+        "profile": {
+            "seconds": {part.name.lower(): seconds for part, seconds in found.parts.seconds.items()},
+            "share_outside_linear_layers": found.parts.outside_linear,
+        },
+    }
+
+
+def _speed_as_json(speed: Speed) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    known = {"name": speed.engine, "settings": speed.settings}
+    if speed.failure:
+        return known | {"failure": speed.failure}
+    return known | {
+        "seconds": speed.seconds,
+        "prompt_seconds": speed.prompt_seconds,
+        "new_tokens_per_second": speed.new_tokens_per_second,
+        "prompt_tokens_per_second": speed.prompt_rate,
+        "decode_tokens_per_second": speed.decode_rate,
+        "peak_bytes": speed.peak_bytes,
+        "measurements": [asdict(each) for each in speed.measurements],
+    }

@@ -1,0 +1,129 @@
+"""``sennit bench attention``: what it prints and writes, and that only what is right is timed."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from sennit.bench import cpu, vllm_cpu, workloads
+from sennit.errors import BuildUnavailable
+
+HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+SMALL = (
+    workloads.Workload("decode-small", "3*1@20", HEADS),
+    workloads.Workload("mixed-small", "5@9 + 2*1@20", HEADS),
+    workloads.Workload("window-small", "9@9", HEADS, {"window_left": 2}),
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small workloads and ceilings, no compiler, no vLLM."""
+
+    def unavailable(threads):
+        raise BuildUnavailable("no compiler [red]here")
+
+    monkeypatch.setattr(workloads, "WORKLOADS", SMALL)
+    monkeypatch.setattr(cpu, "Probe", unavailable)
+    monkeypatch.setattr(cpu, "BUFFER_BYTES", 2**12)
+    monkeypatch.setattr(cpu, "SQUARES", (16,))
+    monkeypatch.setattr(cpu, "ATTENTION_SHAPED", (2, 16, 8))
+    monkeypatch.setattr(vllm_cpu, "find_spec", lambda name: None)
+
+
+@pytest.fixture
+def bench(sennit):
+    def run(*arguments, **options):
+        return sennit("bench", "attention", "--backend", "reference", "--repeat", "2", *arguments, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("width", [80, 130])
+def test_tables_have_every_workload_peer_part_and_ceiling(bench, width):
+    result = bench("--peers", width=width)
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    for workload in SMALL:
+        assert workload.name in words
+    for text in ("reference: bfloat16", "sum of its parts", "narrow part alone, 2*1@20", "plain causal", "GEMM 16^3"):
+        assert text in words
+    assert "no compiler [red]here" in words
+    assert max(map(len, result.stdout.splitlines())) <= width
+
+
+def test_json_has_what_the_tables_have_and_the_machine(bench):
+    result = bench(
+        "decode-small", "4@7", "--json", "--peers", "--dtype", "float32", "--layout", "NHD", "--page-size", "3"
+    )
+    record = json.loads(result.stdout)
+    assert (record["dtype"], record["kv_layout"], record["page_size"]) == ("float32", "NHD", 3)
+    assert record["versions"]["torch"] == torch.__version__
+    first, second = record["workloads"]
+    assert (first["name"], first["batch"], second["name"]) == ("decode-small", "3*1@20", "4@7")
+    assert first["work"]["pairs"] == 60
+    assert len(first["times"]["samples"]) == 2
+    assert first["floor_ratio"] == pytest.approx(first["times"]["median"] / first["floor"])
+    vllm, contiguous, gathered = first["peers"]
+    assert vllm["times"] is None
+    assert "not installed" in vllm["note"]
+    assert contiguous["check"]["error"] <= contiguous["check"]["allowed"]
+    assert gathered["speedup"] == pytest.approx(gathered["times"]["median"] / first["times"]["median"])
+
+
+def test_without_peers_none_is_looked_for(bench):
+    assert json.loads(bench("decode-small", "--json").stdout)["workloads"][0]["peers"] == []
+
+
+def test_threads_are_set_and_recorded(bench):
+    record = json.loads(bench("decode-small", "--threads", "2", "--json").stdout)
+    assert record["hardware"]["threads"] == 2
+    assert torch.get_num_threads() == 1
+
+
+def test_the_record_goes_to_a_file(bench, tmp_path):
+    result = bench("decode-small", "--out", str(tmp_path / "found.json"))
+    assert result.exit_code == 0
+    assert json.loads((tmp_path / "found.json").read_text())["workloads"][0]["name"] == "decode-small"
+
+
+def test_a_wrong_backend_is_not_timed(sennit, add_backend):
+    add_backend("inexact", "faulty_backends:INEXACT")
+    result = sennit("bench", "attention", "decode-small", "--backend", "inexact", "--dtype", "float32")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "nothing was timed" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["no-such"], "expected one of decode-small"),
+        (["--out", "/no/such/folder/file.json"], "existing folder"),
+        (["--picture", "/no/such/folder/file.png"], "existing folder"),
+        (["--vllm-library", "/no/such/folder"], "vllm-library"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_measured(bench, monkeypatch, arguments, text):
+    monkeypatch.setattr(cpu, "CpuInstruments", None)
+    result = bench(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert text in " ".join(result.stderr.split())
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu, "CpuInstruments", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = bench("--picture", str(tmp_path / "found.png"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "pip install 'sennit[bench]'" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("options", [[], ["--peers"]])
+def test_a_picture_is_drawn(bench, tmp_path, options):
+    pytest.importorskip("matplotlib")
+    result = bench("--picture", str(tmp_path / "found.png"), *options)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
