@@ -107,7 +107,7 @@ def choose(tried: Sequence[str], spec: AttentionSpec, features: frozenset[str], 
             return name
         examined.append(candidate)
     reasons = "; ".join(map(str, examined))
-    if not any(load(name).available(device).accepted for name in tried):
+    if all(each.support.mendable or not load(each.name).available(device).accepted for each in examined):
         raise BackendUnavailable(f"no backend can run on {device} ({reasons})")
     asked = sorted(spec.features | features)
     raise UnsupportedFeature(", ".join(asked) or "spec", f"no backend accepts it on {device} ({reasons})")

@@ -34,14 +34,14 @@ class CpuBackend:
         """On CPUs, where a C++ compiler is found."""
         if device.type != "cpu":
             return Support.no(f"it runs on CPUs, not on {device}")
-        return _cache_support()
+        return _built(instruction_set)
 
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
         """Everything but float64; what a spec needs is built here, so that a failure to build is a reason."""
         for field in ("dtype", "kv_dtype"):
             if (dtype := getattr(spec, field)) not in ELEMENTS:
                 return Support.no(f"{field}={dtype} is not computed in float32, which is all that it has")
-        return _attention_support(spec)
+        return _libraries(spec)
 
     def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
         """See :func:`~sennit.backends.cpu.costs.kernel_configs`."""
@@ -53,9 +53,13 @@ class CpuBackend:
         partials = torch.empty(partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
         split = partial_rows * spec.head_dim_vo
         _attention(spec.dtype, spec.kv_dtype)(
+            parallel_function(),
+            torch.get_num_threads(),
             launch.plan,
             launch.page_table,
             launch.kv_lens,
+            launch.page_size or 0,
+            spec.group_size,
             _dense_columns(launch.q),
             launch.k,
             launch.v,
@@ -63,8 +67,6 @@ class CpuBackend:
             launch.lse,
             partials[:split],
             partials[split:],
-            launch.page_size or 0,
-            spec.group_size,
             launch.sm_scale,
             spec.logits_soft_cap or 0.0,
             NO_LIMIT if spec.window_left is None else spec.window_left,
@@ -74,14 +76,14 @@ class CpuBackend:
             None if launch.sinks is None else launch.sinks.contiguous(),
             launch.packed_mask,
             graph_address(spec),
-            list(launch.captures.values()),
-            parallel_function(),
-            torch.get_num_threads(),
+            *launch.captures.values(),
         )
 
     def append(self, launch: Append) -> None:
         """See :class:`~sennit.backends.base.Backend`."""
         _append()(
+            parallel_function(),
+            torch.get_num_threads(),
             launch.plan,
             launch.arrays[Header.NUM_SEGMENTS],
             launch.page_table,
@@ -91,8 +93,6 @@ class CpuBackend:
             None if launch.v is None else _dense_columns(launch.v),
             launch.k_pages,
             launch.v_pages,
-            parallel_function(),
-            torch.get_num_threads(),
         )
 
     def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +104,7 @@ class CpuBackend:
 
     def copy_pages(self, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """See :class:`~sennit.backends.base.Backend`."""
-        _copy_pages()(pages, source.long(), target.long(), parallel_function(), torch.get_num_threads())
+        _copy_pages()(parallel_function(), torch.get_num_threads(), pages, source.long(), target.long())
 
 
 def last_worker_times(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> list[float]:
@@ -112,8 +112,9 @@ def last_worker_times(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype
 
     A worker that ends early takes items of others, whose time still counts for those that they were planned for.
     """
-    times = function(attention_source(dtype, kv_dtype or dtype), "last_worker_times")()
-    return [time / 1000 for time in times]
+    times = torch.empty(torch.get_num_threads(), dtype=torch.int64)
+    function(attention_source(dtype, kv_dtype or dtype), "last_worker_times")(times)
+    return (times / 1000).tolist()
 
 
 @cache
@@ -132,19 +133,13 @@ def _copy_pages() -> Callable[..., Any]:
 
 
 @cache
-def _cache_support() -> Support:
-    return _built(_append)
-
-
-@cache
-def _attention_support(spec: AttentionSpec) -> Support:
-    return _built(lambda: (_attention(spec.dtype, spec.kv_dtype), graph_address(spec)))
+def _libraries(spec: AttentionSpec) -> Support:
+    """Whether all that a spec needs is built, or could be."""
+    return _built(lambda: (_attention(spec.dtype, spec.kv_dtype), _append(), graph_address(spec)))
 
 
 def _built(build: Callable[[], object]) -> Support:
-    """Whether something could be built."""
     try:
-        instruction_set()
         build()
     except (BuildUnavailable, BuildFailed) as error:
         return Support.not_yet(str(error))

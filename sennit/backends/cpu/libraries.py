@@ -11,6 +11,7 @@ import torch
 
 from sennit import jit
 from sennit.backends.cpu.instructions import instruction_set
+from sennit.backends.cpu.printing import graph_source
 from sennit.spec import AttentionSpec
 
 __all__ = ["ELEMENTS", "attention_source", "cache_source", "function", "graph_address", "warm_sources"]
@@ -49,6 +50,4 @@ def graph_address(spec: AttentionSpec) -> int:
     """Address of the function that computes a spec's ``score_mod`` and ``mask_mod``; 0 where it has neither."""
     if spec.score_mod is None and spec.mask_mod is None:
         return 0
-    from sennit.backends.cpu.printing import graph_source
-
     return int(jit.load(graph_source(spec))["graph_function"]())

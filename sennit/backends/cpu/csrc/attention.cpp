@@ -1,6 +1,7 @@
 // The library "cpu-attention": what Python calls.
 
 #include <chrono>
+#include <vector>
 
 #include "output.h"
 #include "queues.h"
@@ -17,66 +18,79 @@ static void run_item(const AttentionLaunch& launch, const Item& item) {
   (item.num_rows <= kNarrowRows ? run_narrow : run_wide)(launch, item, scratch);
 }
 
-static void attend(TensorView plan, TensorView page_table, Optional<TensorView> kv_lens, TensorView q, TensorView k,
-                   TensorView v, TensorView out, Optional<TensorView> lse, TensorView partial_out,
-                   TensorView partial_lse, int64_t page_size, int64_t group_size, double sm_scale, double soft_cap,
-                   int64_t window_left, int64_t window_right, int64_t num_sink_tokens, Optional<TensorView> alibi_slopes,
-                   Optional<TensorView> sinks, Optional<TensorView> packed_mask, int64_t graph, Array<Tensor> captured,
-                   int64_t parallel, int64_t threads) {
-  std::vector<GraphCapture> captures;
-  for (const Tensor& tensor : captured)
-    captures.push_back({tensor.data_ptr(), tensor.shape().data(), tensor.strides().data()});
-  const AttentionLaunch launch{
-      .plan = Plan(data<int32_t>(plan)),
-      .page_table = data<int32_t>(page_table),
-      .kv_lens = data<int32_t>(kv_lens),
-      .page_size = int(page_size),
-      .q = rows<const Query>(q),
-      .k = pool<Stored>(k, page_size > 0),
-      .v = pool<Stored>(v, page_size > 0),
-      .out = rows<Query>(out),
-      .lse = lse ? rows<float>(*lse) : Rows<float>{},
-      .partial_out = data<float>(partial_out),
-      .partial_lse = data<float>(partial_lse),
-      .group_size = int(group_size),
-      .dim_qk = int(q.size(2)),
-      .dim_vo = int(out.size(2)),
-      .sm_scale = sm_scale,
-      .soft_cap = float(soft_cap),
-      .alibi_slopes = data<float>(alibi_slopes),
-      .sinks = data<float>(sinks),
-      .packed_mask = data<uint8_t>(packed_mask),
-      .window_left = int(window_left),
-      .window_right = int(window_right),
-      .num_sink_tokens = int(num_sink_tokens),
-      .graph = reinterpret_cast<GraphFunction>(graph),
-      .captures = captures.data(),
-  };
-  const Plan& p = launch.plan;
-  const auto on_threads = reinterpret_cast<ParallelFunction>(parallel);
-  std::vector<std::atomic<int64_t>> nanoseconds(p.num_workers);
-  ItemQueues queues(p);
-  run_tasks(on_threads, int(threads), p.num_workers, [&](int worker) {
+static void run_items(const AttentionLaunch& launch, ParallelFunction parallel, int threads) {
+  const Plan& plan = launch.plan;
+  std::vector<std::atomic<int64_t>> times(plan.num_workers);
+  ItemQueues queues(plan);
+  run_tasks(parallel, threads, plan.num_workers, [&](int worker) {
     queues.run(worker, [&](const Item& item, int planned_for) {
       const auto start = std::chrono::steady_clock::now();
       run_item(launch, item);
       const std::chrono::nanoseconds time = std::chrono::steady_clock::now() - start;
-      nanoseconds[planned_for].fetch_add(time.count(), std::memory_order_relaxed);
+      times[planned_for].fetch_add(time.count(), std::memory_order_relaxed);
     });
   });
-  worker_times.assign(nanoseconds.begin(), nanoseconds.end());
+  worker_times.assign(times.begin(), times.end());
+}
+
+static void run_merges(const AttentionLaunch& launch, ParallelFunction parallel, int threads) {
   constexpr int kAtOnce = 16;
-  run_tasks(on_threads, int(threads), (p.num_merges + kAtOnce - 1) / kAtOnce, [&](int task) {
+  const Plan& plan = launch.plan;
+  run_tasks(parallel, threads, (plan.num_merges + kAtOnce - 1) / kAtOnce, [&](int task) {
     scratch.reserve(Scratch::bytes_of<float>(launch.dim_vo));
     float* values = scratch.take<float>(launch.dim_vo);
-    for (int i = task * kAtOnce; i < std::min((task + 1) * kAtOnce, p.num_merges); ++i)
-      run_merge(launch, p.merges[i], values);
+    for (int i = task * kAtOnce; i < std::min((task + 1) * kAtOnce, plan.num_merges); ++i)
+      run_merge(launch, plan.merges[i], values);
   });
 }
 
-static Array<int64_t> last_worker_times() { return Array<int64_t>(worker_times.begin(), worker_times.end()); }
+// See backend.py for the order of arguments.
+static void attend(Arguments& arguments) {
+  const auto parallel = reinterpret_cast<ParallelFunction>(arguments.integer());
+  const int threads = int(arguments.integer());
+  AttentionLaunch launch{Plan(arguments.data<int32_t>())};
+  launch.page_table = arguments.data<int32_t>();
+  launch.kv_lens = arguments.data<int32_t>();
+  launch.page_size = int(arguments.integer());
+  launch.group_size = int(arguments.integer());
+  const Tensor* q = arguments.tensor();
+  launch.q = rows<const Query>(q);
+  launch.k = pool<Stored>(arguments.tensor());
+  launch.v = pool<Stored>(arguments.tensor());
+  const Tensor* out = arguments.tensor();
+  launch.out = rows<Query>(out);
+  launch.lse = rows<float>(arguments.tensor());
+  launch.dim_qk = int(q->shape[2]);
+  launch.dim_vo = int(out->shape[2]);
+  launch.partial_out = arguments.data<float>();
+  launch.partial_lse = arguments.data<float>();
+  launch.sm_scale = arguments.number();
+  launch.soft_cap = float(arguments.number());
+  launch.window_left = int(arguments.integer());
+  launch.window_right = int(arguments.integer());
+  launch.num_sink_tokens = int(arguments.integer());
+  launch.alibi_slopes = arguments.data<float>();
+  launch.sinks = arguments.data<float>();
+  launch.packed_mask = arguments.data<uint8_t>();
+  launch.graph = reinterpret_cast<GraphFunction>(arguments.integer());
+  std::vector<GraphCapture> captures;
+  while (arguments.more()) {
+    const Tensor* tensor = arguments.tensor();
+    captures.push_back({Arguments::data_of<void>(tensor), tensor->shape, tensor->strides});
+  }
+  launch.captures = captures.data();
+  run_items(launch, parallel, threads);
+  run_merges(launch, parallel, threads);
+}
+
+// Fills an int64 tensor with the times of the last launch's workers, or zeros.
+static void last_worker_times(Arguments& arguments) {
+  const Tensor* times = arguments.tensor();
+  int64_t* to = Arguments::data_of<int64_t>(times);
+  for (int64_t i = 0; i < times->shape[0]; ++i) to[i] = i < int64_t(worker_times.size()) ? worker_times[i] : 0;
+}
 
 }  // namespace sennit
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, sennit::attend);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(last_worker_times, sennit::last_worker_times);
+SENNIT_EXPORT(attend)
+SENNIT_EXPORT(last_worker_times)

@@ -1,5 +1,7 @@
 // The library "cpu-cache": new keys and values into their slots, and copies of pages, for elements of any size.
 
+#include <vector>
+
 #include "tensors.h"
 #include "workers.h"
 
@@ -12,13 +14,13 @@ struct ByteRows {
   char* data;
   int64_t heads, row_bytes, strides[3];
 
-  explicit ByteRows(const TensorView& tensor) {
-    const int64_t size = tensor.dtype().bits / 8;
-    const int last = tensor.ndim() - 1;
-    data = sennit::data<char>(tensor);
-    heads = tensor.size(last - 1);
-    row_bytes = tensor.size(last) * size;
-    for (int i = 0; i < last; ++i) strides[i] = tensor.stride(i) * size;
+  explicit ByteRows(const Tensor* tensor) {
+    const int64_t size = tensor->dtype.bits / 8;
+    const int last = tensor->ndim - 1;
+    data = Arguments::data_of<char>(tensor);
+    heads = tensor->shape[last - 1];
+    row_bytes = tensor->shape[last] * size;
+    for (int i = 0; i < last; ++i) strides[i] = tensor->strides[i] * size;
   }
 };
 
@@ -32,20 +34,24 @@ static void copy_heads(const ByteRows& from, const char* source, const ByteRows&
     std::memcpy(target + head * to_stride, source + head * from_stride, to.row_bytes);
 }
 
-static void append(TensorView plan, int64_t num_segments, TensorView page_table, Optional<TensorView> kv_lens,
-                   Optional<TensorView> slots, TensorView k, Optional<TensorView> v, TensorView k_pages,
-                   Optional<TensorView> v_pages, int64_t parallel, int64_t threads) {
-  const Plan p(data<int32_t>(plan));
-  const int32_t* table = data<int32_t>(page_table);
-  const int32_t* exact = data<int32_t>(kv_lens);
-  const int64_t* explicit_slots = data<int64_t>(slots);
-  const int64_t page_size = k_pages.size(1);
-  const ByteRows k_from(k), k_to(k_pages), v_from(v ? *v : k), v_to(v_pages ? *v_pages : k_pages);
+// See backend.py for the order of arguments.
+static void append(Arguments& arguments) {
+  const auto parallel = reinterpret_cast<ParallelFunction>(arguments.integer());
+  const int threads = int(arguments.integer());
+  const Plan p(arguments.data<int32_t>());
+  const int64_t num_segments = arguments.integer();
+  const int32_t* table = arguments.data<int32_t>();
+  const int32_t* exact = arguments.data<int32_t>();
+  const int64_t* explicit_slots = arguments.data<int64_t>();
+  const Tensor *k = arguments.tensor(), *v = arguments.tensor();
+  const Tensor *k_pages = arguments.tensor(), *v_pages = arguments.tensor();
+  const int64_t page_size = k_pages->shape[1];
+  const ByteRows k_from(k), k_to(k_pages), v_from(v ? v : k), v_to(v ? v_pages : k_pages);
   int64_t tokens = 0;
   for (int64_t i = 0; i < num_segments; ++i) tokens += p.segments[i].q_len;
   const int64_t bytes = tokens * k_to.heads * (k_to.row_bytes + (v ? v_to.row_bytes : 0));
-  const int tasks = int(std::clamp<int64_t>(bytes / kBytesPerTask, 1, threads * 4));
-  run_tasks(reinterpret_cast<ParallelFunction>(parallel), int(threads), tasks, [&](int task) {
+  const int tasks = int(std::clamp<int64_t>(bytes / kBytesPerTask, 1, int64_t(threads) * 4));
+  run_tasks(parallel, threads, tasks, [&](int task) {
     const int64_t first = tokens * task / tasks, last = tokens * (task + 1) / tasks;
     int64_t begin = 0;  // tokens before the segment
     for (int64_t i = 0; i < num_segments && begin < last; begin += p.segments[i++].q_len) {
@@ -83,22 +89,26 @@ static void copy_runs(const char* from, char* to, const int64_t* sizes, const in
     copy_runs(from + i * strides[0], to + i * strides[0], sizes + 1, strides + 1, ndim - 1, run);
 }
 
-static void copy_pages(TensorView pages, TensorView source, TensorView target, int64_t parallel, int64_t threads) {
-  const int64_t size = pages.dtype().bits / 8, stride = pages.stride(0) * size;
+static void copy_pages(Arguments& arguments) {
+  const auto parallel = reinterpret_cast<ParallelFunction>(arguments.integer());
+  const int threads = int(arguments.integer());
+  const Tensor* pages = arguments.tensor();
+  const Tensor* source = arguments.tensor();
+  const int64_t* from = Arguments::data_of<int64_t>(source);
+  const int64_t* to = arguments.data<int64_t>();
+  const int64_t size = pages->dtype.bits / 8, stride = pages->strides[0] * size;
   std::vector<int64_t> sizes, strides;
-  for (int i = 1; i < pages.ndim(); ++i) sizes.push_back(pages.size(i)), strides.push_back(pages.stride(i) * size);
+  for (int i = 1; i < pages->ndim; ++i) sizes.push_back(pages->shape[i]), strides.push_back(pages->strides[i] * size);
   int64_t run = size;  // bytes that lie together
   for (; !sizes.empty() && (strides.back() == run || sizes.back() == 1); sizes.pop_back(), strides.pop_back())
     run *= sizes.back();
-  const int64_t* from = data<int64_t>(source);
-  const int64_t* to = data<int64_t>(target);
-  run_tasks(reinterpret_cast<ParallelFunction>(parallel), int(threads), int(source.size(0)), [&](int i) {
-    char* base = data<char>(pages);
+  char* base = Arguments::data_of<char>(pages);
+  run_tasks(parallel, threads, int(source->shape[0]), [&](int i) {
     copy_runs(base + from[i] * stride, base + to[i] * stride, sizes.data(), strides.data(), int(sizes.size()), run);
   });
 }
 
 }  // namespace sennit
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(append, sennit::append);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, sennit::copy_pages);
+SENNIT_EXPORT(append)
+SENNIT_EXPORT(copy_pages)

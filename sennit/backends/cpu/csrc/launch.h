@@ -64,24 +64,24 @@ struct Pool {
 template <class Q, class T>
 struct Launch {
   Plan plan;
-  const int32_t* page_table;
-  const int32_t* kv_lens;  // exact lengths, or null
-  int page_size;           // 0: keys are packed rows
-  Rows<const Q> q;
-  Pool<T> k, v;
-  Rows<Q> out;
-  Rows<float> lse;  // data may be null; dim is 1
-  float* partial_out;  // [partial rows, dim_vo]
-  float* partial_lse;  // [partial rows]
-  int group_size, dim_qk, dim_vo;
-  double sm_scale;
-  float soft_cap;               // 0: none
-  const float* alibi_slopes;    // [heads], or null
-  const float* sinks;           // [heads], or null
-  const uint8_t* packed_mask;   // or null
-  int window_left, window_right, num_sink_tokens;  // kNoLimit: no window
-  GraphFunction graph;          // or null
-  const GraphCapture* captures;
+  const int32_t* page_table = nullptr;
+  const int32_t* kv_lens = nullptr;  // exact lengths, or null
+  int page_size = 0;                 // 0: keys are packed rows
+  int group_size = 0, dim_qk = 0, dim_vo = 0;
+  Rows<const Q> q{};
+  Pool<T> k{}, v{};
+  Rows<Q> out{};
+  Rows<float> lse{};  // data may be null; dim is 1
+  float* partial_out = nullptr;  // [partial rows, dim_vo]
+  float* partial_lse = nullptr;  // [partial rows]
+  double sm_scale = 0;
+  float soft_cap = 0;                   // 0: none
+  const float* alibi_slopes = nullptr;  // [heads], or null
+  const float* sinks = nullptr;         // [heads], or null
+  const uint8_t* packed_mask = nullptr;
+  int window_left = kNoLimit, window_right = kNoLimit, num_sink_tokens = 0;
+  GraphFunction graph = nullptr;
+  const GraphCapture* captures = nullptr;
 
   int exact_len(const Segment& s) const { return kv_lens ? std::min(kv_lens[s.request], s.kv_len) : s.kv_len; }
 
