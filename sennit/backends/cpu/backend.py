@@ -14,6 +14,7 @@ from sennit.backends.cpu.costs import kernel_configs
 from sennit.backends.cpu.instructions import instruction_set
 from sennit.backends.cpu.libraries import ELEMENTS, attention_source, cache_source, function, graph_address
 from sennit.backends.cpu.threads import parallel_function
+from sennit.backends.merging import merge_states
 from sennit.errors import BuildFailed, BuildUnavailable
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
@@ -52,18 +53,19 @@ class CpuBackend:
         spec, partial_rows = launch.spec, launch.arrays[Header.NUM_PARTIAL_ROWS]
         partials = torch.empty(partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
         split = partial_rows * spec.head_dim_vo
+        out = _dense_columns(launch.out)  # with what it holds, since rows without a request are left as they are
         _attention(spec.dtype, spec.kv_dtype)(
             parallel_function(),
             torch.get_num_threads(),
             launch.plan,
             launch.page_table,
-            launch.kv_lens,
+            None if launch.kv_lens is None else launch.kv_lens.contiguous(),
             launch.page_size or 0,
             spec.group_size,
             _dense_columns(launch.q),
             launch.k,
             launch.v,
-            launch.out,
+            out,
             launch.lse,
             partials[:split],
             partials[split:],
@@ -78,6 +80,8 @@ class CpuBackend:
             graph_address(spec),
             *launch.captures.values(),
         )
+        if out is not launch.out:
+            launch.out.copy_(out)
 
     def append(self, launch: Append) -> None:
         """See :class:`~sennit.backends.base.Backend`."""
@@ -87,7 +91,7 @@ class CpuBackend:
             launch.plan,
             launch.arrays[Header.NUM_SEGMENTS],
             launch.page_table,
-            launch.kv_lens,
+            None if launch.kv_lens is None else launch.kv_lens.contiguous(),
             launch.slots,
             _dense_columns(launch.k),
             None if launch.v is None else _dense_columns(launch.v),
@@ -97,9 +101,7 @@ class CpuBackend:
 
     def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~sennit.backends.base.Backend`."""
-        lse = lses.logsumexp(dim=0)
-        weights = (lses - lse.masked_fill(lse.isneginf(), 0)).exp_().unsqueeze(-1)
-        out = (weights * outs.float().masked_fill(weights == 0, 0)).sum(dim=0)
+        out, lse = merge_states(outs.float(), lses)
         return out.to(outs.dtype), lse
 
     def copy_pages(self, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:

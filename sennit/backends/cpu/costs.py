@@ -45,7 +45,7 @@ BYTES = 12  # thousands that a core reads of scattered pages in a microsecond
 
 
 def kernel_configs(spec: AttentionSpec, threads: int) -> tuple[KernelConfig, ...]:
-    """One configuration for each height of wide tiles; narrow ones have as many rows as a register has lanes."""
+    """One configuration for each height of wide tiles; narrow ones have as many rows as the kernel takes."""
     name = instruction_set().name
     if name in ("amx", "avx512_bf16") and not spec.dtype == spec.kv_dtype == torch.bfloat16:
         name = "avx512"
@@ -57,7 +57,8 @@ def kernel_configs(spec: AttentionSpec, threads: int) -> tuple[KernelConfig, ...
 def _configs(
     name: str, dim_qk: int, dim_vo: int, bytes_per_key: int, group_size: int, threads: int
 ) -> tuple[KernelConfig, ...]:
-    lanes, speed = instruction_set().lanes, SPEEDS[name]
+    speed = SPEEDS[name]
+    narrow_rows = 8 if name == "amx" else instruction_set().lanes  # kNarrowRows of strands.h
     vectors = SPEEDS["avx512"] if name in ("amx", "avx512_bf16") else speed  # narrow tiles multiply floats
     row = (dim_qk + dim_vo) * 2
 
@@ -73,10 +74,10 @@ def _configs(
             split_time=rows * dim_vo * 8 / BYTES / 1e3,
         )
 
-    decoded = min(lanes, 1 << (group_size - 1).bit_length())  # rows of a decode, as the kernel rounds them
+    decoded = min(narrow_rows, 1 << (group_size - 1).bit_length())  # rows of a decode, as the kernel rounds them
     narrow = Strand(
         "narrow",
-        lanes,
+        narrow_rows,
         NARROW_STEP,
         item_time=1,
         compute_time=NARROW_STEP * decoded * row / vectors.products / 1e3,

@@ -9,9 +9,10 @@ from itertools import pairwise
 import torch
 
 from sennit.backends.base import Append, Attend, Support
+from sennit.backends.merging import merge_states
 from sennit.backends.reference.keys import Segment, new_slots, read_keys, read_segment
 from sennit.backends.reference.logits import Block, block_logits
-from sennit.backends.reference.softmax import add_sinks, attend_block, merge_states
+from sennit.backends.reference.softmax import add_sinks, attend_block
 from sennit.plan.cost import KernelConfig, Strand
 from sennit.spec import AttentionSpec
 

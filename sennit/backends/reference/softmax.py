@@ -1,10 +1,10 @@
-"""Attention weights from logits, and the merge of partial results: the arithmetic that defines what is right."""
+"""Attention weights from logits, and learned sinks: the arithmetic that defines what is right."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["add_sinks", "attend_block", "merge_states"]
+__all__ = ["add_sinks", "attend_block"]
 
 
 def attend_block(logits: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,22 +24,6 @@ def attend_block(logits: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, t
     total = weights.sum(dim=-1, keepdim=True)
     out = (weights @ v) / total.masked_fill(total == 0, 1)
     return out, (largest + total.log()).squeeze(-1)
-
-
-def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge results over disjoint keys: ``out = sum(out_i * exp(lse_i - lse))``, ``lse = log(sum(exp(lse_i)))``.
-
-    Args:
-        outs: ``[states, ..., dim]``.
-        lses: ``[states, ...]``, natural log.
-
-    Returns:
-        ``(out [..., dim], lse [...])``; where every state is empty, zeros and ``-inf``.
-    """
-    lse = lses.logsumexp(dim=0)
-    weights = (lses - lse.masked_fill(lse.isneginf(), 0)).exp_().unsqueeze(-1)
-    # A state of weight zero may hold anything, and zero times NaN is NaN.
-    return (weights * outs.masked_fill(weights == 0, 0)).sum(dim=0), lse
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
