@@ -6,6 +6,7 @@ everything that changes from step to step is in tensors, so nothing recompiles.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -119,7 +120,7 @@ def _attend(
         alibi_slopes=alibi_slopes,
         captures=captured,
     )
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q.device):
         registry.load(operator.backend).attend(launch)
 
 
@@ -173,8 +174,14 @@ def _copy_pages(backend: str, pages: torch.Tensor, source: torch.Tensor, target:
 
 
 def _merge_states(backend: str, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.autocast(outs.device.type, enabled=False):
+    with _no_autocast(outs.device):
         return registry.load(backend).merge(outs, lses)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast switched off; entering torch's own context for that takes as long as a small launch."""
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
 def _operator(key: str) -> Operator:

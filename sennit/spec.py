@@ -7,6 +7,7 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,7 @@ class AttentionSpec:
     def _all_captures(self) -> list[Capture]:
         return [c for graph in (self.score_mod, self.mask_mod) if isinstance(graph, Graph) for c in graph.captures]
 
-    @property
+    @cached_property
     def captures(self) -> tuple[Capture, ...]:
         """The tensors that the functions close over, by name; ``run`` takes them as ``captures=``."""
         return tuple(sorted(set(self._all_captures()), key=lambda capture: capture.name))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from sennit.bench.timing import no_garbage_collection
 from sennit.errors import InvalidInput, SennitError
 from sennit.plan.batch import Batch
 from sennit.plan.cost import FloatArray, KernelConfig
@@ -96,7 +94,7 @@ def measure(text: str, *, repeat: int = 400, warmup: int = 20, config: KernelCon
     plan = _plan(batch, config)
     check_coverage(plan)
     times = np.empty(repeat)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for _ in range(warmup):
             _plan(batch, config)
         for index in range(repeat):
@@ -182,15 +180,3 @@ def _visible_keys(plan: Plan) -> dict[tuple[int, int, int, int], int]:
             for head in range(plan.spec.num_kv_heads):
                 found[segment, row, rows, head] = min(max(seen, 0), kv_len)
     return found
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sennit.cache.capacity import MAX_BYTES
 from sennit.cache.layout import StorageLayout, aligned
+from sennit.cache.memory import allocate
 from sennit.cache.tables import NO_PAGE, PageTables
 from sennit.errors import CacheCorrupt
 
@@ -41,7 +41,7 @@ class KVStorage:
         self.layout = layout
         self.num_pages = num_pages
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
-            self.buffer = _allocate(layout.total_bytes(num_pages), device)
+            self.buffer = allocate(layout.total_bytes(num_pages), device)
             self._pools = self._make_pools()
 
     def _make_pools(self) -> list[Pools]:
@@ -78,19 +78,6 @@ class KVStorage:
         if pool.dim() == 4 and self.layout.kv_layout == "HND":
             pages = pages.transpose(1, 2)
         return pages.flatten(0, 1)[:length].index_fill_(0, gone, torch.nan)
-
-
-def _allocate(size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes, or a MemoryError on whatever device there are none."""
-    if size > MAX_BYTES:
-        raise MemoryError(f"{size} bytes are more than a tensor can have")
-    try:
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        # Without a type of its own on a CPU; any other failure of a GPU is not about memory.
-        if device.type == "cpu" or isinstance(error, torch.OutOfMemoryError):
-            raise MemoryError(str(error)) from error
-        raise
 
 
 class TableMirror:

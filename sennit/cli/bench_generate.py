@@ -21,7 +21,7 @@ from sennit.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from sennit.bench.generate_results import Options, Report, Speed, WorkloadReport
+    from sennit.bench.generate_results import Measurement, Options, Report, Speed, WorkloadReport
 
 __all__ = ["generate"]
 
@@ -99,7 +99,7 @@ def _measure(options: Options) -> Report:
     from sennit.bench.generate import measure, num_stages
 
     stderr = error_console()
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     # Drawn once a second: what is measured needs every core.
     with Progress(
         *columns, console=stderr, transient=True, refresh_per_second=1, disable=not stderr.is_terminal
@@ -116,13 +116,17 @@ def _print(report: Report, model: str) -> None:
     stdout = console()
     for workload in report.workloads:
         _print_workload(workload, report, model)
+    activities = [each.activity for each in _measurements(report)]
+    if noisy := [activity for activity in activities if activity.warning]:
+        worst = max(noisy, key=lambda activity: (activity.stolen or 0) + (activity.foreign or 0))
+        stdout.print(f"{worst.warning} at worst, in {len(noisy)} of {len(activities)} measurements", style="yellow")
     agreement, options = report.agreement, report.options
     ties = f" {agreement.ties} ended at two logits within 0.001." if agreement.ties else ""
     for note in (
         f"Checked: {agreement.tokens} greedy tokens of {agreement.prompts} prompts are transformers' in float32.{ties}",
         "new/s: all new tokens over the whole time. prompt/s: until each prompt has one new token. decode/s: the rest.",
         "Memory: most that is resident while generating, runtime and weights included"
-        + (", and loading, on this system." if _loading_included(report) else "."),
+        + (", and loading, on this system." if any(each.loading_included for each in _measurements(report)) else "."),
         f"Medians of {options.repeat}; {report.threads} threads; attention of sennit by backend {report.backend}.",
     ):
         stdout.print(note, style="dim")
@@ -159,9 +163,8 @@ def _cells(speed: Speed) -> list[str]:
     return [f"{speed.seconds:.2f}", *shown, format_bytes(speed.peak_bytes)]
 
 
-def _loading_included(report: Report) -> bool:
-    measurements = (each for found in report.workloads for speed in found.speeds for each in speed.measurements)
-    return any(each.loading_included for each in measurements)
+def _measurements(report: Report) -> list[Measurement]:
+    return [each for found in report.workloads for speed in found.speeds for each in speed.measurements]
 
 
 def _as_json(report: Report, model: str) -> dict[str, Any]:

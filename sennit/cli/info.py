@@ -162,7 +162,8 @@ def _print(found: dict[str, Any]) -> None:
         accepted = Text("yes", "green") if backend["accepted"] else Text("no", "red")
         place = backend["auto_order"]
         order = f"choice {place}{', used' if backend['used_by_auto'] else ''}" if place else "by name only"
-        backends.add_row(backend["device"], backend["backend"], accepted, order, backend["reason"])
+        reason = backend["reason"] or ("the first of auto's order that can run here" if backend["used_by_auto"] else "")
+        backends.add_row(backend["device"], backend["backend"], accepted, order, reason)
     native = table("Compiler of the CPU backend", "compiler", "version", "instruction set")
     made_by = found["native"]
     if made_by["problem"]:

@@ -120,20 +120,37 @@ class PlanArrays:
     """
 
     def __init__(self, array: Int32Array) -> None:
-        self.header = array[:HEADER_WORDS]
-        self.segments = self._section(array, Header.SEGMENTS_AT, Header.NUM_SEGMENTS)
-        self.items = self._section(array, Header.ITEMS_AT, Header.NUM_ITEMS)
-        self.merges = self._section(array, Header.MERGES_AT, Header.NUM_MERGES)
-        strands, workers = self[Header.NUM_STRANDS], self[Header.NUM_WORKERS]
-        at = self[Header.WORKERS_AT]
-        self.worker_indptr = array[at : at + strands * (workers + 1)].reshape(strands, workers + 1)
+        self._array = array
+        self._header: list[int] = array[:HEADER_WORDS].tolist()
 
     def __getitem__(self, word: Header) -> int:
-        return int(self.header[word])
+        return self._header[word]
 
-    def _section(self, array: Int32Array, at: Header, count: Header) -> Int32Array:
+    # Made when asked for: an operator of a native backend, called once a layer, needs words of the header alone.
+    @property
+    def segments(self) -> Int32Array:
+        """What is computed."""
+        return self._section(Header.SEGMENTS_AT, Header.NUM_SEGMENTS)
+
+    @property
+    def items(self) -> Int32Array:
+        """Work items of all strands and workers."""
+        return self._section(Header.ITEMS_AT, Header.NUM_ITEMS)
+
+    @property
+    def merges(self) -> Int32Array:
+        """Which partial results become one."""
+        return self._section(Header.MERGES_AT, Header.NUM_MERGES)
+
+    @property
+    def worker_indptr(self) -> Int32Array:
+        """``[strands, workers + 1]``: bounds of each worker's items."""
+        at, strands, bounds = self[Header.WORKERS_AT], self[Header.NUM_STRANDS], self[Header.NUM_WORKERS] + 1
+        return self._array[at : at + strands * bounds].reshape(strands, bounds)
+
+    def _section(self, at: Header, count: Header) -> Int32Array:
         start, rows = self[at], self[count]
-        return array[start : start + rows * ROW_WIDTH].reshape(rows, ROW_WIDTH)
+        return self._array[start : start + rows * ROW_WIDTH].reshape(rows, ROW_WIDTH)
 
 
 def pack(

@@ -267,8 +267,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (torch.bool, *INTEGERS, *FLOATS)
 USUAL = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32)
 WHOLE = (0, 1, -1, 2, 3, -3, 7, -8, 60, -100, 127, -128, 1000, -32768, 65537, 2**24 + 1, -(2**31), 2**40 + 3, -(2**63))
-REAL = (0.0, -0.0, 1.0, -1.0, 0.5, 2.5, -2.5, 3.75, -0.3, 1e-3, -7.1, 60000.0, 65519.0, 65520.0, 1e-7, -3e-5, 1e30, -1e-40,
-        float("inf"), -float("inf"), float("nan"))  # fmt: skip
+REAL = (0.0, -0.0, 1.0, -1.0, 0.5, 2.5, -2.5, 3.75, -0.3, 1e-3, -7.1, 60000.0, 65519.0, 65520.0, 1e-7, -3e-5,
+        1e30, -1e-40, float("inf"), -float("inf"), float("nan"))  # fmt: skip
 
 
 def numpys(ufunc: np.ufunc, name: str) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from kvcache_twin import (
     mla_spec,
     whole_state,
 )
+from solving import DEVICES, each_backend_and_specs
 
 import sennit
 from sennit.attention import BatchAttention
@@ -32,26 +33,21 @@ from sennit.errors import CacheCorrupt, IncompleteStep, InvalidInput, OutOfPages
 from sennit.kvcache import KVCache
 
 STEP = object()  # the owner of a reservation
-BACKENDS = ["cpu", "reference", "reference-items"]
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SPECS = {
     "gqa": gqa_spec(),
     "mha bfloat16": gqa_spec(2, 2, dtype=torch.bfloat16),
     "uneven dims": gqa_spec(6, 1, head_dim_qk=12, head_dim_vo=5),
     "latent": mla_spec(),
+    "float64": gqa_spec(dtype=torch.float64),
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_backend_and_specs({name: [spec] * 2 for name, spec in SPECS.items()})
 @pytest.mark.parametrize("layout", ["NHD", "HND", None])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("name", SPECS)
-def test_steps_store_and_attend_as_a_dictionary_of_tensors_does(name, page_size, layout, backend, device):
+def test_steps_store_and_attend_as_a_dictionary_of_tensors_does(specs, page_size, layout, backend, device):
     """Prefill, chunked prefill, decode, requests without tokens and forks, mixed, with NaN in every free slot."""
-    cache = make_cache(
-        [SPECS[name]] * 2, num_pages=90, page_size=page_size, kv_layout=layout, backend=backend, device=device
-    )
+    cache = make_cache(specs, num_pages=90, page_size=page_size, kv_layout=layout, backend=backend, device=device)
     twin = Twin(cache, seed=page_size)
     a, b, c = twin.add(), twin.add(), twin.add()
     twin.step([(b, 7), (a, 1), (c, 0)], verify=True)

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from kvcache_twin import SCALE, Twin, assert_same_state, gqa_spec, make_cache, mla_spec, whole_state
+from solving import each_backend
 
 from sennit.errors import CacheCorrupt, PagesReleased, SennitError
 from sennit.kvcache import KVCache
@@ -53,18 +54,18 @@ def test_popping_tokens_after_a_window_slid_never_frees_a_live_page():
     twin.check()
 
 
-@pytest.mark.parametrize("backend", ["reference", "reference-items"])
+@each_backend
 @pytest.mark.parametrize("window_left", [0, 1, 5, 16, 17])
-def test_the_window_is_applied_inside_a_chunk(window_left, backend):
+def test_the_window_is_applied_inside_a_chunk(window_left, backend, device):
     """Each row of a long chunk sees its own window: none of what is far behind it, all of what is just behind it."""
     spec = gqa_spec(window_left=window_left)
-    cache = make_cache([spec], backend=backend)
+    cache = make_cache([spec], backend=backend, device=device)
     a = cache.add()
     rows = 40
-    k, v = torch.zeros(rows, 2, 8), torch.zeros(rows, 2, 8)
-    v[:, :, 0] = torch.arange(rows, dtype=torch.float32)[:, None]
+    q, k, v = (torch.zeros(rows, heads, 8, device=device) for heads in (4, 2, 2))
+    v[:, :, 0] = torch.arange(rows, dtype=torch.float32, device=device)[:, None]
     with cache.step([(a, rows)]) as step:
-        out = step.attend(0, torch.zeros(rows, 4, 8), k, v, sm_scale=SCALE)
+        out = step.attend(0, q, k, v, sm_scale=SCALE).cpu()
     for row in range(rows):  # equal logits: the mean of the positions in the window
         first = max(0, row - window_left)
         assert torch.allclose(out[row, :, 0], torch.tensor((first + row) / 2), rtol=1e-6)

@@ -5,31 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from solving import attention_for, each_backend
 
 import sennit
 from sennit.check.oracle import dense_attention
 from sennit.check.problems import make_problem
 
-BACKENDS = ["cpu", "reference", "reference-items"]
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SPEC = sennit.AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim_qk=8, head_dim_vo=12, dtype=torch.float32)
 MLA = sennit.AttentionSpec.mla(num_qo_heads=4, kv_lora_rank=8, qk_rope_head_dim=4, dtype=torch.float32)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
-
-
-def attention_for(problem, backend):
-    return sennit.BatchAttention(
-        problem.spec, page_size=problem.page_size, kv_layout=problem.kv_layout, device=problem.q.device, backend=backend
-    )
 
 
 def normal(*shape, device="cpu", seed=0):
@@ -52,6 +35,7 @@ def new_rows(spec, rows, device):
     return k, normal(rows, spec.num_kv_heads, spec.head_dim_vo, device=device, seed=1)
 
 
+@each_backend
 @pytest.mark.parametrize("spec", [SPEC, MLA], ids=["gqa", "mla"])
 def test_appended_tokens_are_what_attention_sees_chunk_after_chunk(spec, backend, device):
     attn = sennit.BatchAttention(spec, page_size=4, device=device, backend=backend)
@@ -71,6 +55,7 @@ def test_appended_tokens_are_what_attention_sees_chunk_after_chunk(spec, backend
     torch.testing.assert_close(torch.cat(got).double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@each_backend
 def test_append_writes_only_the_new_slots_and_skips_negative_positions(backend, device):
     attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
     pools = nan_pools(SPEC, 4, 4, device)
@@ -84,6 +69,7 @@ def test_append_writes_only_the_new_slots_and_skips_negative_positions(backend, 
         torch.testing.assert_close(pool, written, equal_nan=True)
 
 
+@each_backend
 @pytest.mark.parametrize("kv_lens", [[0, 5], [5, 0], [0], [0, 0]])
 def test_rows_of_requests_without_keys_are_not_stored_wherever_their_table_ends(kv_lens, backend, device):
     attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
@@ -98,6 +84,7 @@ def test_rows_of_requests_without_keys_are_not_stored_wherever_their_table_ends(
     assert int((~pools[0].isnan()).sum()) == stored * 2 * 8
 
 
+@each_backend
 def test_an_explicit_slot_mapping_decides_where_rows_go(backend, device):
     attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
     k, v = new_rows(SPEC, 3, device)
@@ -111,6 +98,173 @@ def test_an_explicit_slot_mapping_decides_where_rows_go(backend, device):
         torch.testing.assert_close(pools[0], written, equal_nan=True)
 
 
+@each_backend
+@pytest.mark.parametrize("page_size", [1, 3, 16, 17, 64])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("pool", ["pair", "strided", "interleaved", "latent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_appends_fill_their_slots_of_any_pool_and_touch_no_other_byte(
+    dtype, pool, kv_layout, page_size, backend, device
+):
+    heads, dim, rows, num_pages = 3, 5, 40, 70
+    if pool == "latent":
+        spec = sennit.AttentionSpec.mla(num_qo_heads=3, kv_lora_rank=dim, qk_rope_head_dim=2, dtype=dtype)
+        shape: tuple[int, ...] = (num_pages, page_size, dim + 2)
+    else:
+        spec = sennit.AttentionSpec(num_qo_heads=heads, num_kv_heads=heads, head_dim=dim, dtype=dtype)
+        shape = (num_pages, page_size, heads, dim) if kv_layout == "NHD" else (num_pages, heads, page_size, dim)
+    memory = normal(2 * num_pages * (page_size + 2) * (heads + 2) * (dim + 3), device=device).to(dtype)
+    pools = views_of(memory, shape, pool)
+    k, v = new_rows(spec, rows, device)
+    # Rows that come from a wider projection, with dimensions that are not the last in memory.
+    k = k.to(dtype).transpose(-1, -2).contiguous().transpose(-1, -2)
+    v = None if v is None else torch.cat([v, v], dim=-1)[..., :dim].to(dtype)
+    attn = sennit.BatchAttention(spec, page_size=page_size, kv_layout=kv_layout, device=device, backend=backend)
+    batch, slots = scattered(rows, num_pages, page_size)
+    expected = memory.clone()
+    for tensor, view in zip((k, v), nhd(views_of(expected, shape, pool), pool, kv_layout), strict=False):
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                view[slot // page_size, slot % page_size] = tensor[row]
+    attn.append(attn.plan(batch), k, v, pools)
+    assert torch.equal(memory, expected)
+
+
+def views_of(memory, shape, pool):
+    """Pools of a kind in one stretch of memory, with bytes before, between and behind them that are nobody's."""
+    numel = int(np.prod(shape))
+    if pool == "interleaved":
+        return memory[7 : 7 + 2 * numel].view(shape[0], 2, *shape[1:])
+    if pool == "strided":
+        first, second, *rest = shape
+        wider = first, second + 1, *rest[:-1], rest[-1] + 3
+        whole = memory[7 : 7 + 2 * int(np.prod(wider))].view(2, *wider)
+        return tuple(part[:, 1:, ..., 2 : 2 + shape[-1]] for part in whole)
+    parts = tuple(memory[start : start + numel].view(shape) for start in (7, 20 + numel))
+    return parts[0] if pool == "latent" else parts
+
+
+def nhd(pools, pool, kv_layout):
+    if pool == "latent":
+        return [pools]
+    pair = [pools[:, 0], pools[:, 1]] if pool == "interleaved" else pools
+    return [part.transpose(1, 2) if kv_layout == "HND" else part for part in pair]
+
+
+def scattered(rows, num_pages, page_size):
+    """A batch of new tokens whose slots a mapping gives, or else its tables; and the slot of each, -1 for none."""
+    rng = np.random.default_rng(page_size)
+    slots = rng.permutation(num_pages * page_size)[:rows]
+    slots[rng.random(rows) < 0.2] = -1
+    q_lens, kv_lens = [rows - 9, 0, 9], [rows - 2, 5, 9]
+    pages = [-(-n // page_size) for n in kv_lens]
+    table = rng.permutation(num_pages)[: sum(pages)]
+    lengths = {
+        "qo_indptr": np.append(0, np.cumsum(q_lens)), "kv_lens": kv_lens,
+        "kv_indptr": np.append(0, np.cumsum(pages)), "kv_indices": table,
+    }  # fmt: skip
+    if page_size % 2:
+        return sennit.Batch.csr(**lengths, slot_mapping=slots), slots.tolist()
+    found = []
+    for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        for position in range(kv_len - q_len, kv_len):
+            page = table[sum(pages[:request]) + position // page_size]
+            found.append(int(page) * page_size + position % page_size)
+    return sennit.Batch.csr(**lengths), found
+
+
+@each_backend
+@pytest.mark.parametrize("spec", [SPEC, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_runs_write_their_rows_of_out_and_lse_and_no_other_byte(kv_layout, spec, backend, device):
+    rng = np.random.default_rng(7)
+    for q_lens, kv_lens in (([3, 0, 2, 40, 1], [9, 4, 2, 300, 700]), ([1] * 30, [*range(30)])):
+        problem = make_problem(rng, spec, q_lens, kv_lens, page_size=4, kv_layout=kv_layout, gaps=True, device=device)
+        attn = attention_for(problem, backend)
+        pools = [pool.view(torch.int32).clone() for pool in as_pair(problem.kv)]
+        q = problem.q.view(torch.int32).clone()
+        for split_size in (None, 32):
+            plan = attn.plan(problem.batch, split_size=split_size)
+            out, lse = attn.run(plan, problem.q, problem.kv, sm_scale=1.0, return_lse=True)
+            rows, heads, dim = out.shape
+            wide = normal(rows + 4, heads + 3, dim + 5, device=device)
+            wide_lse = normal(rows + 4, heads + 3, device=device)
+            expected, expected_lse = wide.clone(), wide_lse.clone()
+            for start, q_len in zip(problem.batch.q_starts, problem.batch.q_lens, strict=True):
+                mine = slice(int(start), int(start + q_len))
+                expected[2:-2, 1:-2, 3:-2][mine] = out[mine]
+                expected_lse[2:-2, 1:-2][mine] = lse[mine]
+            attn.run(plan, problem.q, problem.kv, sm_scale=1.0, out=wide[2:-2, 1:-2, 3:-2], lse=wide_lse[2:-2, 1:-2])
+            assert torch.equal(wide, expected)
+            assert torch.equal(wide_lse, expected_lse)
+        for pool, before in zip(as_pair(problem.kv), pools, strict=True):
+            assert torch.equal(pool.view(torch.int32), before)
+        assert torch.equal(problem.q.view(torch.int32), q)
+
+
+def as_pair(kv):
+    return kv if isinstance(kv, tuple) else (kv,)
+
+
+@each_backend
+def test_strides_of_every_argument_are_read_and_written_as_they_are(backend, device):
+    bias = normal(6, 3, device=device)
+
+    def biased(score, b, h, q_idx, kv_idx):
+        return score + bias[h, b]
+
+    spec = SPEC.replace(learned_sinks=True, alibi=True, score_mod=biased)
+    problem = make_problem(np.random.default_rng(8), SPEC, [20, 1, 3], [45, 9, 3], page_size=4, device=device)
+    attn = sennit.BatchAttention(spec, page_size=4, device=device, backend=backend)
+    exact = torch.tensor([45, 9, 3], dtype=torch.int32, device=device)
+
+    def run(lens, q, bias, slopes, out, lse):
+        pages = problem.batch.pages
+        batch = sennit.Batch.csr(
+            qo_indptr=[0, 20, 21, 24], kv_lens=[45, 9, 3], kv_lens_device=lens, kv_indices=pages.entries,
+            kv_indptr=np.append(pages.starts, pages.starts[-1] + pages.widths[-1]),
+        )  # fmt: skip
+        options = {"captures": {"bias": bias}, "alibi_slopes": slopes, "sinks": -slopes, "out": out, "lse": lse}
+        attn.run(attn.plan(batch), q, problem.kv, sm_scale=0.4, **options)
+
+    slopes = normal(6, device=device, seed=3)
+    out, lse = torch.empty(24, 6, 12, device=device), torch.empty(24, 6, device=device)
+    run(exact, problem.q, bias, slopes, out, lse)
+    strided_out, strided_lse = (
+        torch.empty(6, 12, 24, device=device).permute(2, 0, 1),
+        torch.empty(6, 24, device=device).T,
+    )
+    run(
+        torch.stack([exact, exact * 0], dim=1)[:, 0],
+        problem.q.transpose(0, 2).contiguous().transpose(0, 2),
+        bias.T.contiguous().T,
+        torch.stack([slopes, slopes * 0], dim=1)[:, 0],
+        strided_out,
+        strided_lse,
+    )
+    assert torch.equal(strided_out, out)
+    assert torch.equal(strided_lse, lse)
+
+
+@each_backend
+def test_tensors_of_inference_mode_are_read_everywhere_and_written_inside(backend, device):
+    problem = make_problem(np.random.default_rng(9), SPEC, [3, 1], [9, 5], page_size=4, device=device)
+    attn = attention_for(problem, backend)
+    plan = attn.plan(problem.batch)
+    expected = attn.run(plan, problem.q, problem.kv, sm_scale=1.0)
+    with torch.inference_mode():
+        q, kv = problem.q.clone(), tuple(pool.clone() for pool in problem.kv)
+        k, v = new_rows(SPEC, 4, device)
+    assert torch.equal(attn.run(plan, q, kv, sm_scale=1.0), expected)
+    with torch.inference_mode():
+        assert torch.equal(attn.run(plan, q, kv, sm_scale=1.0), expected)
+        attn.append(plan, k, v, kv)
+    attn.append(plan, k, v, problem.kv)
+    for inside, outside in zip(kv, problem.kv, strict=True):
+        torch.testing.assert_close(inside, outside, rtol=0, atol=0, equal_nan=True)
+
+
+@each_backend
 def test_exact_lengths_on_the_device_overrule_upper_bounds_on_the_host(backend, device):
     exact, bounds, q_lens = [5, 9, 0, 30], [17, 9, 4, 64], [2, 1, 1, 7]
     problem = make_problem(np.random.default_rng(0), SPEC, q_lens, exact, page_size=4, device=device, form="padded")
@@ -137,6 +291,7 @@ def test_exact_lengths_on_the_device_overrule_upper_bounds_on_the_host(backend, 
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@each_backend
 def test_uncovered_rows_are_zero_in_new_outputs_and_untouched_in_given_ones(backend, device):
     problem = make_problem(np.random.default_rng(1), SPEC, [3, 2], [9, 2], page_size=4, gaps=True, device=device)
     q = torch.cat([problem.q, torch.full_like(problem.q[:4], torch.nan)])
@@ -157,6 +312,7 @@ def test_uncovered_rows_are_zero_in_new_outputs_and_untouched_in_given_ones(back
     torch.testing.assert_close(given_lse[covered], lse[covered])
 
 
+@each_backend
 def test_debug_mode_checks_tables_and_lengths_that_the_host_cannot_see(backend, device, monkeypatch):
     attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
     pools = nan_pools(SPEC, 3, 4, device)
@@ -179,6 +335,7 @@ def test_debug_mode_checks_tables_and_lengths_that_the_host_cannot_see(backend, 
             run(torch.tensor([[2, 7]], dtype=torch.int32, device=device), 8)
 
 
+@each_backend
 def test_left_padded_packed_tensors_need_only_explicit_starts(backend, device):
     lengths, width = [3, 7, 5], 7
     k = normal(3 * width, 2, 8, device=device)
@@ -195,6 +352,7 @@ def test_left_padded_packed_tensors_need_only_explicit_starts(backend, device):
         torch.testing.assert_close(out[rows].double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@each_backend
 def test_cross_attention_reads_packed_keys_of_any_length(backend, device):
     k, v = normal(20, 2, 8, device=device), normal(20, 2, 12, device=device, seed=1)
     q = normal(5, 6, 8, device=device, seed=2)
@@ -206,6 +364,7 @@ def test_cross_attention_reads_packed_keys_of_any_length(backend, device):
         torch.testing.assert_close(out[rows].double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@each_backend
 def test_merged_states_of_two_halves_equal_attention_over_all_keys(backend, device):
     problem = make_problem(np.random.default_rng(2), SPEC, [4], [40], page_size=4, causal=False, device=device)
     attn = attention_for(problem, backend)
@@ -225,6 +384,7 @@ def test_merged_states_of_two_halves_equal_attention_over_all_keys(backend, devi
     assert still_empty[1].isneginf().all()
 
 
+@each_backend
 def test_plans_in_fixed_buffers_equal_plans_of_their_own_and_keep_their_addresses(backend, device):
     rng = np.random.default_rng(3)
     attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
@@ -254,10 +414,11 @@ def test_a_refused_batch_leaves_buffers_and_their_plan_as_they_were():
     torch.testing.assert_close(attn.run(plan, problem.q, problem.kv, sm_scale=1.0), expected)
 
 
+@each_backend
 @pytest.mark.parametrize("spec", [SPEC, MLA], ids=["gqa", "mla"])
-def test_with_fixed_splits_a_request_gives_the_same_bits_whatever_its_neighbours(spec, device):
+def test_with_fixed_splits_a_request_gives_the_same_bits_whatever_its_neighbours(spec, backend, device):
     rng = np.random.default_rng(5)
-    attn = sennit.BatchAttention(spec, page_size=4, device=device, backend="reference-items")
+    attn = sennit.BatchAttention(spec, page_size=4, device=device, backend=backend)
     alone = make_problem(rng, spec, [5], [150], page_size=4, device=device)
     plan = attn.plan(alone.batch, split_size=32)
     expected = attn.run(plan, alone.q, alone.kv, sm_scale=0.5, return_lse=True)
@@ -288,8 +449,9 @@ def test_with_fixed_splits_a_request_gives_the_same_bits_whatever_its_neighbours
         assert torch.equal(lse[rows], expected[1])
 
 
-def test_copied_pages_are_equal_and_no_other_page_changes(device):
-    attn = sennit.BatchAttention(SPEC, page_size=4, device=device)
+@each_backend
+def test_copied_pages_are_equal_and_no_other_page_changes(backend, device):
+    attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
     pools = tuple(normal(6, 4, 2, dim, device=device) for dim in (8, 12))
     before = [pool.clone() for pool in pools]
     attn.copy_pages([4, 0], np.array([1, 5]), pools)
@@ -298,6 +460,7 @@ def test_copied_pages_are_equal_and_no_other_page_changes(device):
         assert torch.equal(pool, old)
 
 
+@each_backend
 @pytest.mark.parametrize("page_size", [None, 1, 16])
 @pytest.mark.parametrize("spec", [SPEC, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])

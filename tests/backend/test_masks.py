@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from solving import BACKENDS, DEVICES, assert_right, gqa, solve
+from solving import assert_right, attention_for, each_backend, each_backend_and_dtype, gqa, solve
 
 import sennit
 from sennit.check.functions import random_functions
@@ -24,8 +24,7 @@ LENGTHS = [33, 1, 0, 5, 7, 2], [150, 141, 9, 3, 0, 80]
 TREES = [None, [-1], [], None, None, [-1, 0, 0, 1, 1, 3]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_backend
 @pytest.mark.parametrize("page_size", [4, 16, None])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", [*WINDOWS, *SCORES])
@@ -36,8 +35,7 @@ def test_one_feature_alone_matches_the_oracle(name, causal, page_size, backend, 
     assert_right(problem, backend, split_size=24)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_backend
 @pytest.mark.parametrize("window", [{}, {"window_left": 20}, {"window_left": 2, "num_sink_tokens": 3}])
 def test_trees_match_the_oracle_alone_and_with_windows_and_alibi(window, backend, device):
     for seed, spec in enumerate([gqa(2, 16), gqa(2, 16).replace(alibi=True)]):
@@ -57,8 +55,7 @@ def test_a_chain_is_what_causality_is():
     assert torch.equal(solve(problem, "reference")[0], solve(plain, "reference")[0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_backend
 def test_packed_masks_match_the_oracle_alone_and_with_a_window(backend, device):
     for spec in (gqa(2, 16), gqa(2, 16).replace(window_left=9, num_sink_tokens=2)):
         for page_size in (4, None):
@@ -67,9 +64,7 @@ def test_packed_masks_match_the_oracle_alone_and_with_a_window(backend, device):
             assert_right(problem, backend)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@each_backend_and_dtype(torch.float32, torch.bfloat16, torch.float64)
 def test_functions_match_calling_them_on_grids(dtype, backend, device):
     rng = np.random.default_rng(4)
     kept = torch.promote_types(dtype, torch.float32)
@@ -79,15 +74,16 @@ def test_functions_match_calling_them_on_grids(dtype, backend, device):
         assert_right(make_problem(rng, spec, *LENGTHS, page_size=4, functions=functions, device=device), backend)
 
 
-def test_latent_attention_has_every_feature_too():
+@each_backend
+def test_latent_attention_has_every_feature_too(backend, device):
     spec = sennit.AttentionSpec.mla(num_qo_heads=4, kv_lora_rank=16, qk_rope_head_dim=8, dtype=torch.float32)
     spec = spec.replace(
         window_left=20, num_sink_tokens=3, learned_sinks=True, alibi=True, logits_soft_cap=3.0
     )  # fmt: skip
     rng = np.random.default_rng(5)
     functions = random_functions(rng, heads=4, requests=6, positions=160, dtype=torch.float32)
-    for backend in BACKENDS:
-        assert_right(make_problem(rng, spec, *LENGTHS, functions=functions, trees=TREES, masked=True), backend)
+    options = {"functions": functions, "trees": TREES, "masked": True, "device": device}
+    assert_right(make_problem(rng, spec, *LENGTHS, **options), backend)
 
 
 def test_a_sink_alone_gives_zeros_and_its_own_logit():
@@ -122,8 +118,7 @@ def test_trees_in_fixed_buffers_need_room_for_their_nodes():
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_backend
 @pytest.mark.parametrize("window", [{"window_left": 5}, {"window_left": 5, "window_right": 1, "num_sink_tokens": 3}])
 def test_windows_follow_exact_lengths_on_the_device(window, backend, device):
     q_lens, exact, bounds = [3, 1, 2], [30, 17, 2], [41, 17, 9]
@@ -141,27 +136,27 @@ def test_windows_follow_exact_lengths_on_the_device(window, backend, device):
         query_start_loc=[0, 3, 4, 6], seq_lens=bounds, block_table=torch.from_numpy(table).int().to(device),
         kv_lens_device=torch.tensor(exact, dtype=torch.int32, device=device),
     )  # fmt: skip
-    attn = sennit.BatchAttention(spec, page_size=4, kv_layout=problem.kv_layout, device=device, backend=backend)
+    attn = attention_for(problem, backend)
     plan = attn.plan(batch)
     out = attn.run(plan, problem.q, problem.kv, sm_scale=problem.sm_scale)
     torch.testing.assert_close(out.double(), problem.solve()[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_backend
 @pytest.mark.parametrize("window_left", [30, 90])
-def test_with_fixed_splits_and_a_window_a_request_keeps_its_bits(window_left, device):
+def test_with_fixed_splits_and_a_window_a_request_keeps_its_bits(window_left, backend, device):
     fields = {"window_left": window_left, "num_sink_tokens": 5, "learned_sinks": True, "logits_soft_cap": 5.0}
     spec = gqa(2, 16).replace(**fields)
     rng = np.random.default_rng(8)
     alone = make_problem(rng, spec, [5], [150], page_size=None, device=device)
-    expected = solve(alone, "reference-items", split_size=32)
+    expected = solve(alone, backend, split_size=32)
     problem = make_problem(rng, spec, [40, 5, 1], [90, 150, 300], page_size=None, device=device)
     problem.q[40:45] = alone.q
     start = int(problem.batch.kv_starts[1])
     for packed, own in zip(problem.kv, alone.kv, strict=True):
         packed[start : start + 150] = own[:150]
     problem.run_options["sinks"].copy_(alone.run_options["sinks"])
-    attn = sennit.BatchAttention(spec, device=device, backend="reference-items")
+    attn = attention_for(problem, backend)
     plan = attn.plan(problem.batch, split_size=32)
     options = {"sm_scale": alone.sm_scale, "return_lse": True, **problem.run_options}
     for got, want in zip(attn.run(plan, problem.q, problem.kv, **options), expected, strict=True):

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from solving import attention_for, each_backend
 
 import sennit
 from sennit.check.problems import make_problem
@@ -17,34 +18,35 @@ from sennit.plan.cost import KernelConfig, Strand
 from sennit.plan.plan import make_plan
 
 SPEC = sennit.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
-BACKENDS = ["cpu", "reference", "reference-items"]
 
 
-def setup(backend="reference", spec=SPEC, kv_lens=(9, 5), q_lens=(3, 1)):
-    problem = make_problem(np.random.default_rng(0), spec, list(q_lens), list(kv_lens), page_size=4)
-    attn = sennit.BatchAttention(spec, page_size=4, device="cpu", backend=backend)
+def setup(backend="reference", device="cpu", spec=SPEC, kv_lens=(9, 5), q_lens=(3, 1)):
+    rng = np.random.default_rng(0)
+    problem = make_problem(rng, spec, list(q_lens), list(kv_lens), page_size=4, device=device)
+    attn = attention_for(problem, backend)
     return problem, attn, attn.plan(problem.batch)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast_around_the_call_changes_no_bit(backend):
-    problem, attn, plan = setup(backend)
+@each_backend
+def test_autocast_around_the_call_changes_no_bit(backend, device):
+    problem, attn, plan = setup(backend, device)
     expected = attn.run(plan, problem.q, problem.kv, sm_scale=0.3, return_lse=True)
     states = [expected, expected]
     merged = sennit.merge_states(states)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16):
         got = attn.run(plan, problem.q, problem.kv, sm_scale=0.3, return_lse=True)
         merged_in_autocast = sennit.merge_states(states)
     for a, b in zip((*got, *merged_in_autocast), (*expected, *merged), strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_slot_mapping_does_not_store_rows_without_a_position(backend):
-    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu", backend=backend)
-    pools = torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8)
+@each_backend
+def test_a_slot_mapping_does_not_store_rows_without_a_position(backend, device):
+    attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
+    pools = torch.zeros(3, 4, 2, 8, device=device), torch.zeros(3, 4, 2, 8, device=device)
     batch = sennit.Batch.csr(qo_indptr=[0, 3], kv_lens=[1], kv_indptr=[0, 1], kv_indices=[0], slot_mapping=[8, 9, 5])
-    attn.append(attn.plan(batch), torch.ones(3, 2, 8), torch.ones(3, 2, 8), pools)
+    rows = torch.ones(3, 2, 8, device=device)
+    attn.append(attn.plan(batch), rows, rows, pools)
     assert pools[0].flatten(0, 1).any(dim=2).any(dim=1).nonzero().flatten().tolist() == [5]
 
 

@@ -19,6 +19,7 @@ from sennit.bench.generate_engines import Continuous, Padded, Sennit, load_model
 from sennit.bench.generate_profile import Part, TimeParts, timed_parts
 from sennit.bench.generate_results import Measurement, Options, Speed, WorkloadReport
 from sennit.bench.generate_workloads import Workload, make_workloads
+from sennit.bench.host import Activity, Observer
 from sennit.errors import InvalidInput, RequestFailed, SennitError
 
 SHORT = ("--prompts", "3", "--prompt-tokens", "20", "--max-new-tokens", "4")
@@ -118,7 +119,8 @@ def test_time_is_charged_to_the_innermost_part(monkeypatch):
 
 
 def speed(name, *seconds, failure=""):
-    measurements = tuple(Measurement(1.0, each, round(each) * 10**9, False) for each in seconds)
+    quiet = Activity(1.0, 0.0, 0.0, 0.0, 0.0)
+    measurements = tuple(Measurement(1.0, each, round(each) * 10**9, False, quiet) for each in seconds)
     return Speed(name, "", prompts=2, prompt_tokens=300, new_tokens=40, measurements=measurements, failure=failure)
 
 
@@ -191,6 +193,13 @@ def test_the_table_fits_and_a_peer_that_cannot_run_says_why(sennit, in_process, 
     assert [line.split()[1] for line in text.splitlines() if line.startswith("generate_batch ")] == ["failed"] * 2
     assert "24 greedy tokens of 6 prompts" in text
     assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("foreign", [0.0, 0.7])
+def test_a_noisy_machine_is_told_of(sennit, in_process, model_folder, monkeypatch, foreign):
+    monkeypatch.setattr(Observer, "activity", lambda self: Activity(1.0, 0.0, 0.0, 0.0, foreign))
+    result = sennit("bench", "generate", "--model", str(model_folder), *SHORT, "--no-peers")
+    assert ("noisy machine: other processes took 0.70 of" in result.stdout) == (foreign > 0)
 
 
 def test_nothing_is_printed_or_written_when_a_token_is_wrong(sennit, in_process, model_folder, tmp_path, monkeypatch):

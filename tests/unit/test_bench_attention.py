@@ -33,7 +33,7 @@ def spec_with(**changes):
 
 def problem_of(batch, heads=SMALL, *, dtype=torch.float32, layout="NHD", page_size=4, score=None, **masks):
     workload = workloads.Workload("small", batch, heads, masks, score)
-    return workloads.make_workload_problem(workload, dtype, layout, page_size)
+    return workloads.make_workload_problem(workload, dtype, layout, page_size, torch.device("cpu"))
 
 
 def visible(q_len, kv_len, window_left, sinks):
@@ -187,13 +187,12 @@ def test_balance_is_the_fullest_worker_over_the_mean():
 
 
 class Scripted:
-    """Instruments whose clock says what it is told."""
+    """Instruments by which every call takes a millisecond."""
 
     device = torch.device("cpu")
     notes = ()
 
-    def __init__(self, seconds=()):
-        self.seconds = list(seconds)
+    def __init__(self):
         self.calls = 0
 
     def time(self, function):

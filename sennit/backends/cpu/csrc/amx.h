@@ -17,6 +17,7 @@ struct MatrixProducts {
   static constexpr int kUnit = 2;
   static constexpr int kKeyRound = 32;
   static constexpr int kBlockKeys = 256;
+  static constexpr int kScoreKeys = 32;  // so that they and a panel's queries stay in the first-level cache
   static constexpr int kTileRows = 16, kTileUnits = 16, kTileBytes = 64;
 
   int dim_qk, dim_vo;
@@ -59,11 +60,11 @@ struct MatrixProducts {
   }
 
   // Four tiles of sums at once, so that keys and values come from the second-level cache once a panel.
-  void scores(const uint32_t* queries, int count, float* scores) const {
+  void scores(const uint32_t* queries, int begin, int count, float* scores) const {
     compiler_fence();
     for (int key = 0; key < count; key += kTileRows) {
-      const char* from = static_cast<const char*>(keys[key / kTileRows]);
-      const int64_t stride = key_stride[key / kTileRows];
+      const char* from = static_cast<const char*>(keys[(begin + key) / kTileRows]);
+      const int64_t stride = key_stride[(begin + key) / kTileRows];
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
@@ -74,7 +75,7 @@ struct MatrixProducts {
     compiler_fence();
   }
 
-  void accumulate(const uint32_t* weights, int count, float* outputs) const {
+  void accumulate(const uint32_t* weights, int begin, int count, float* outputs) const {
     compiler_fence();
     for (int d = 0; d < columns; d += kTileRows) {
       float* to = outputs + int64_t(d) * kPanelRows;
@@ -83,7 +84,7 @@ struct MatrixProducts {
       _tile_loadd(2, to + 32, kPanelBytes);
       _tile_loadd(3, to + 48, kPanelBytes);
       const uint32_t* values = packed_values + d / kTileRows * kPerColumns;
-      for (int key = 0; key < count; key += 32)
+      for (int key = begin; key < begin + count; key += 32)
         multiply_add(values + key / 32 * kTile, kTileBytes, weights + key / 2 * kPanelRows);
       store_sums(to);
     }

@@ -135,6 +135,7 @@ struct VectorProducts {
   static constexpr int kUnit = Units::kSize;
   static constexpr int kKeyRound = kTileKeys;  // scores are computed for multiples of so many keys
   static constexpr int kBlockKeys = 128;
+  static constexpr int kScoreKeys = 64;        // so that they and a panel's queries stay in the first-level cache
   static constexpr bool kInPlace = std::is_same_v<T, float> || kUnit == 2;
 
   int dim_qk, dim_vo;
@@ -182,12 +183,15 @@ struct VectorProducts {
     }
   }
 
-  void scores(const uint32_t* queries, int count, float* scores) const {
-    multiply_keys<Units>(queries, rows, count, units, scores);
+  // Scores of `count` keys from number `begin` of the block on.
+  void scores(const uint32_t* queries, int begin, int count, float* scores) const {
+    multiply_keys<Units>(queries, rows + begin, count, units, scores);
   }
 
-  void accumulate(const uint32_t* weights, int count, float* outputs) const {
-    multiply_values<Units>(packed_values, kBlockKeys / kUnit, weights, count / kUnit, columns, outputs);
+  // Adds the block's values from number `begin` on times their weights to a panel's outputs.
+  void accumulate(const uint32_t* weights, int begin, int count, float* outputs) const {
+    multiply_values<Units>(packed_values + begin / kUnit * kColumns, kBlockKeys / kUnit,
+                           weights + begin / kUnit * kPanelRows, count / kUnit, columns, outputs);
   }
 
  private:

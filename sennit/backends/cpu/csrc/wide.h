@@ -12,6 +12,7 @@ template <class Q, class T, class Products>
 class Wide {
   static constexpr float kGrowth = 8;  // weights up to 2 ** kGrowth lose nothing in floating point
   static constexpr int kLine = 64 / sizeof(T);
+  static constexpr int kScoreKeys = Products::kScoreKeys;
   static constexpr int kUnit = Products::kUnit, kKeys = Products::kBlockKeys, kVectors = kPanelVectors;
 
   // A panel of rows and its running softmax.
@@ -47,7 +48,7 @@ class Wide {
   Panel* panels_;
   KeyBlock<T, kKeys>* block_;
   KeyBlock<T, kKeys>* next_block_;
-  float* scores_;       // [kKeys, kPanelRows]
+  float* scores_;       // [kScoreKeys, kPanelRows]
   uint32_t* weights_;   // [kKeys / kUnit, kPanelRows]
   int32_t* keys_;      // [kKeys]
   int32_t* positions_;
@@ -71,7 +72,8 @@ class Wide {
     const size_t queries = size_t(products_.units) * kPanelRows, outputs = size_t(products_.columns) * kPanelRows;
     scratch.reserve(products_.bytes() + Scratch::bytes_of<Panel>(num_panels_) +
                     num_panels_ * (Scratch::bytes_of<uint32_t>(queries) + Scratch::bytes_of<float>(outputs)) +
-                    2 * Scratch::bytes_of<KeyBlock<T, kKeys>>(1) + 2 * Scratch::bytes_of<float>(kKeys * kPanelRows) +
+                    2 * Scratch::bytes_of<KeyBlock<T, kKeys>>(1) + Scratch::bytes_of<float>(kScoreKeys * kPanelRows) +
+                    Scratch::bytes_of<uint32_t>(kKeys / kUnit * kPanelRows) +
                     2 * Scratch::bytes_of<int32_t>(kKeys) + 4 * Scratch::bytes_of<T*>(kKeys) +
                     Scratch::bytes_of<T>(zero_count()) + Scratch::bytes_of<float>(size_t(products_.columns) * W));
     products_.place(scratch);
@@ -82,8 +84,8 @@ class Wide {
     }
     block_ = scratch.take<KeyBlock<T, kKeys>>(1);
     next_block_ = scratch.take<KeyBlock<T, kKeys>>(1);
-    scores_ = scratch.take<float>(kKeys * kPanelRows);
-    weights_ = scratch.take<uint32_t>(kKeys * kPanelRows);
+    scores_ = scratch.take<float>(kScoreKeys * kPanelRows);
+    weights_ = scratch.take<uint32_t>(kKeys / kUnit * kPanelRows);
     keys_ = scratch.take<int32_t>(kKeys);
     positions_ = scratch.take<int32_t>(kKeys);
     for (const T*** rows : {&k_, &v_, &next_k_, &next_v_}) *rows = scratch.take<const T*>(kKeys);
@@ -137,36 +139,76 @@ class Wide {
 
   static int rounded(int count) { return (count + Products::kKeyRound - 1) / Products::kKeyRound * Products::kKeyRound; }
 
+  // A block's keys for one panel. Scores and weights are computed for some keys at a time, so that scores stay in the
+  // first-level cache, and outputs for as many as possible, since they do not.
   void run_block(Panel& panel, int first, int count) {
     count = reach(panel.rows, segment_, first, count);
-    if (count <= 0) return;
-    const int round = rounded(count);
-    products_.scores(panel.queries, round, scores_);
-    for (int at = count * kPanelRows; at < round * kPanelRows; at += W) store(scores_ + at, splat(-kInfinity));
-    if (transforms_ || !block_->complete || !sees_all(panel.rows, launch_, segment_, tree_, first, count))
-      change_logits(panel, first, count);
-    soften(panel, round);
-    products_.accumulate(weights_, round, panel.outputs);
+    int weighed = 0, added = 0;  // keys that have weights, and of these that are in the outputs
+    while (weighed < count) {
+      const int keys = std::min(kScoreKeys, count - weighed), round = rounded(keys);
+      products_.scores(panel.queries, weighed, round, scores_);
+      for (int at = keys * kPanelRows; at < round * kPanelRows; at += W) store(scores_ + at, splat(-kInfinity));
+      if (transforms_ || !block_->complete || !sees_all(panel.rows, launch_, segment_, tree_, first + weighed, keys))
+        change_logits(panel, weighed, keys);
+      f32x most[kVectors];
+      if (exceeds_base(panel, round, most)) {
+        if (weighed > added) products_.accumulate(weights_, added, weighed - added, panel.outputs);
+        added = weighed;
+        raise(panel, most);
+      }
+      soften(panel, weighed, round);
+      weighed += round;
+    }
+    if (weighed > added) products_.accumulate(weights_, added, weighed - added, panel.outputs);
   }
 
-  void change_logits(const Panel& panel, int first, int count) {
-    for (int i = 0; i < count; ++i) keys_[i] = block_->k[i] == zeros_ ? INT32_MAX : first + i;
+  // Of keys from number `begin` of the block on.
+  void change_logits(const Panel& panel, int begin, int count) {
+    for (int i = 0; i < count; ++i)
+      keys_[i] = block_->k[begin + i] == zeros_ ? INT32_MAX : block_->first + begin + i;
     const LogitChange<kPanelRows, Q, T> change{launch_, segment_, tree_, panel.rows};
     const LogitBlock block{scores_, count, kVectors, false, keys_};
     if (transforms_) change.transform(block, positions_);
     change.mask(block, positions_);
   }
 
-  // Scores to weights; meanwhile the next block of keys and values is fetched.
-  void soften(Panel& panel, int count) {
+  // The largest scores of some keys, times the scale, and whether one would give a large weight.
+  bool exceeds_base(const Panel& panel, int count, f32x* most) const {
     const float* const scores = scores_;
-    uint32_t* const weights = weights_;
-    const float scale = scale_;
-    f32x most[kVectors], base[kVectors], total[kVectors];
-    unroll<kVectors>([&](auto j) SENNIT_LAMBDA { most[j] = load(scores + j * W); });
+    f32x found[kVectors];
+    unroll<kVectors>([&](auto j) SENNIT_LAMBDA { found[j] = load(scores + j * W); });
     for (int key = 1; key < count; ++key)
-      unroll<kVectors>([&](auto j) SENNIT_LAMBDA { most[j] = max(most[j], load(scores + (key * kVectors + j) * W)); });
-    raise(panel, most);
+      unroll<kVectors>([&](auto j) SENNIT_LAMBDA { found[j] = max(found[j], load(scores + (key * kVectors + j) * W)); });
+    i32x exceeds = {};
+    unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
+      most[j] = found[j] * scale_;
+      exceeds |= most[j] > panel.base[j] + kGrowth;
+    });
+    return any(exceeds);
+  }
+
+  // Moves the base to the largest score: not for every new maximum, since what has been added up is then multiplied.
+  void raise(Panel& panel, const f32x* most) {
+    f32x alpha[kVectors];
+    unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
+      const f32x now = max(panel.base[j], most[j]);
+      alpha[j] = exp2_below<true>(panel.base[j] - (now == -kInfinity ? f32x{} : now));
+      panel.base[j] = now;
+      panel.total[j] *= alpha[j];
+    });
+    for (int d = 0; d < products_.columns; ++d)
+      unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
+        float* at = panel.outputs + (int64_t(d) * kVectors + j) * W;
+        store(at, load(at) * alpha[j]);
+      });
+  }
+
+  // Scores to the weights of keys from number `begin` of the block on; meanwhile what comes next is fetched.
+  void soften(Panel& panel, int begin, int count) {
+    const float* const scores = scores_;
+    uint32_t* const weights = weights_ + begin / kUnit * kPanelRows;
+    const float scale = scale_;
+    f32x base[kVectors], total[kVectors];
     unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
       base[j] = panel.base[j] == -kInfinity ? f32x{} : panel.base[j];  // -inf - -inf is NaN
       total[j] = panel.total[j];
@@ -190,29 +232,6 @@ class Wide {
       });
     }
     unroll<kVectors>([&](auto j) SENNIT_LAMBDA { panel.total[j] = total[j]; });
-  }
-
-  // Moves the base to the largest score, where one would otherwise give a large weight: not for every new maximum, since
-  // what has been added up must then be multiplied.
-  void raise(Panel& panel, const f32x* most) {
-    f32x now[kVectors];
-    i32x grew = {};
-    unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
-      now[j] = max(panel.base[j], most[j] * scale_);
-      grew |= now[j] > panel.base[j] + kGrowth;
-    });
-    if (!any(grew)) return;
-    f32x alpha[kVectors];
-    unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
-      alpha[j] = exp2_below<true>(panel.base[j] - (now[j] == -kInfinity ? f32x{} : now[j]));
-      panel.base[j] = now[j];
-      panel.total[j] *= alpha[j];
-    });
-    for (int d = 0; d < products_.columns; ++d)
-      unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
-        float* at = panel.outputs + (int64_t(d) * kVectors + j) * W;
-        store(at, load(at) * alpha[j]);
-      });
   }
 
   // One row of the keys and values that come next.

@@ -1,0 +1,136 @@
+"""Named batches to measure, and the layer that each is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+
+from sennit.cache.memory import allocate
+from sennit.check.functions import Functions
+from sennit.check.problems import Problem, make_problem
+from sennit.errors import InvalidInput
+from sennit.plan.grammar import parse_lengths
+from sennit.pools import KVLayout
+from sennit.spec import AttentionSpec
+
+__all__ = ["WORKLOADS", "Workload", "as_pool", "choose_workloads", "make_workload_problem"]
+
+HEADS = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+MLA = {"num_qo_heads": 128, "num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512, "latent": True}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A batch to measure.
+
+    Attributes:
+        name: what it is asked for by.
+        batch: the batch, as people write it.
+        heads: heads and dimensions of the layer, as :class:`sennit.AttentionSpec` takes them.
+        masks: further fields of the spec.
+        score: a user's score function, with what it closes over.
+    """
+
+    name: str
+    batch: str
+    heads: Mapping[str, Any] = field(default_factory=lambda: HEADS)
+    masks: Mapping[str, Any] = field(default_factory=dict)
+    score: Functions | None = None
+
+    @property
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """``(q_lens, kv_lens)``."""
+        return parse_lengths(self.batch)
+
+    @property
+    def plain(self) -> Workload | None:
+        """The same without masks and function, where there are some: what their cost is measured against."""
+        if not self.masks and self.score is None:
+            return None
+        return Workload(f"{self.name}, plain causal", self.batch, self.heads)
+
+
+def _distance_bias(num_heads: int) -> Functions:
+    """ALiBi (arXiv:2108.12409) as a user's function that closes over a tensor of slopes."""
+    slopes = 2.0 ** (-8.0 * torch.arange(1, num_heads + 1) / num_heads)
+
+    def distance_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    return Functions(score_mod=distance_bias, captures={"slopes": slopes})
+
+
+WORKLOADS = (
+    Workload("decode-8k", "8*1@8192"),
+    Workload("decode-2k", "8*1@2048"),
+    Workload("prefill-1k", "1024@1024"),
+    Workload("prefill-4k", "4096@4096"),
+    Workload("mixed", "512@2048 + 8*1@2048"),
+    Workload("skewed", "1@32768 + 15*1@512"),
+    Workload("mla", "8*1@4096", heads=MLA),
+    Workload("window", "2048@2048", masks={"window_left": 1023}),
+    Workload("score-mod", "2048@2048", score=_distance_bias(32)),
+)
+
+
+def choose_workloads(wanted: Sequence[str]) -> list[Workload]:
+    """Workloads by name, by a pattern of names, or by a batch of the caller's own; all of :data:`WORKLOADS` for none.
+
+    Raises:
+        InvalidInput: a text is neither, or a batch has no visible key.
+
+    >>> [workload.name for workload in choose_workloads(["decode-*", "3*1@100"])]
+    ['decode-8k', 'decode-2k', '3*1@100']
+    """
+    chosen: dict[str, Workload] = {}
+    for text in wanted or ["*"]:
+        found = [_own(text)] if "@" in text else [w for w in WORKLOADS if fnmatchcase(w.name, text)]
+        if not found:
+            names = ", ".join(workload.name for workload in WORKLOADS)
+            raise InvalidInput("workload", expected=f"one of {names}, or a batch such as 8*1@8192", got=repr(text))
+        chosen |= {workload.name: workload for workload in found}
+    return list(chosen.values())
+
+
+def _own(batch: str) -> Workload:
+    q_lens, kv_lens = parse_lengths(batch)
+    if not any(q_len and kv_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True)):
+        raise InvalidInput("workload", expected="a batch in which some row sees a key", got=repr(batch))
+    return Workload(batch, batch)
+
+
+def make_workload_problem(
+    workload: Workload, dtype: torch.dtype, kv_layout: KVLayout, page_size: int, device: torch.device
+) -> Problem:
+    """Its tensors: shuffled pages, NaN in slots that no request owns; the same numbers every time.
+
+    Pages are in the memory that a :class:`sennit.KVCache` would take for them.
+
+    Raises:
+        InvalidInput: ``page_size`` or a length is out of range.
+    """
+    q_lens, kv_lens = workload.lengths
+    problem = make_problem(
+        np.random.default_rng(0),
+        AttentionSpec(dtype=dtype, **workload.heads, **workload.masks),
+        q_lens,
+        kv_lens,
+        page_size=page_size,
+        kv_layout=kv_layout,
+        functions=workload.score,
+        device=device,
+    )
+    kv = problem.kv
+    pools = as_pool(kv) if isinstance(kv, torch.Tensor) else tuple(as_pool(pool) for pool in kv)
+    return replace(problem, kv=pools, sm_scale=problem.spec.head_dim_qk**-0.5)
+
+
+def as_pool(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy in memory as a cache allocates it."""
+    memory = allocate(tensor.numel() * tensor.itemsize, tensor.device)
+    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -1,0 +1,119 @@
+"""The CPU backend by itself: its threads, its instruction sets, and its kernels under sanitizers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from solving import FLOATS, attention_for, gqa
+
+from sennit.backends.cpu.instructions import instruction_set
+from sennit.check.problems import make_problem
+from sennit.errors import BuildUnavailable
+from sennit.jit import find_toolchain
+
+SANITIZERS = ("asan", "ubsan")
+MAIN = "import sennit.cli; sennit.cli.main()"
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    try:
+        return find_toolchain()
+    except BuildUnavailable as error:
+        pytest.skip(str(error))
+
+
+def mixed_batch(dtype, seed=0, **fields):
+    """Prefill, chunks, decodes, and requests without rows or keys, over enough keys for several workers."""
+    lengths = [200, 1, 0, 7, 1, 33, 2], [230, 900, 9, 300, 0, 410, 1]
+    return make_problem(np.random.default_rng(seed), gqa(4, 40, dtype=dtype).replace(**fields), *lengths, page_size=16)
+
+
+def run(attn, problem, split_size=None):
+    plan = attn.plan(problem.batch, split_size=split_size)
+    return attn.run(plan, problem.q, problem.kv, sm_scale=problem.sm_scale, return_lse=True)
+
+
+@pytest.mark.parametrize("form", ["as planned", pytest.param("wide", marks=pytest.mark.wide_tiles)])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_with_fixed_splits_any_number_of_threads_gives_the_same_bits(dtype, form):
+    problem = mixed_batch(dtype, window_left=700)
+    attn = attention_for(problem, "cpu")
+    expected = run(attn, problem, split_size=64)
+    for threads in (2, 3, 4):
+        torch.set_num_threads(threads)
+        plan = attn.plan(problem.batch, split_size=64)
+        assert plan.schedule.worker_indptr.shape[1] == threads + 1
+        for planned_for in (threads, 1):  # a plan may run on other threads than it was made for
+            torch.set_num_threads(planned_for)
+            got = attn.run(plan, problem.q, problem.kv, sm_scale=problem.sm_scale, return_lse=True)
+            assert all(map(torch.equal, got, expected))
+
+
+def test_python_threads_that_run_at_once_do_not_disturb_each_other():
+    torch.set_num_threads(2)
+    problems = [mixed_batch(dtype, seed) for seed, dtype in enumerate([torch.float32, torch.bfloat16, torch.float32])]
+    attns = [attention_for(problem, "cpu") for problem in problems]
+    expected = [run(*pair, split_size=64) for pair in zip(attns, problems, strict=True)]
+    wrong, start = [], threading.Barrier(len(problems))
+
+    def work(place):
+        start.wait()
+        for _ in range(20):
+            got = run(attns[place], problems[place], split_size=64)
+            if not all(map(torch.equal, got, expected[place])):
+                wrong.append(place)
+
+    workers = [threading.Thread(target=work, args=(place,)) for place in range(len(problems))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def check(*options, **environment):
+    """Run ``sennit check`` on this backend in a process of its own."""
+    command = [sys.executable, "-c", MAIN, "check", "--device", "cpu", "--backend", "cpu", *options]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert found.returncode == 0, f"{environment}: {found.stdout}\n{found.stderr}"
+
+
+@pytest.fixture
+def isa(request, monkeypatch):
+    """An instruction set by its name, where this machine has it."""
+    monkeypatch.setenv("SENNIT_CPU_ISA", request.param)
+    try:
+        instruction_set()
+    except BuildUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx512", "avx2", "neon", "generic"], indirect=True)
+def test_every_instruction_set_of_this_machine_gives_right_results(isa):
+    check("--random", "60", "--operations", "400")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["amx", "generic"], indirect=True)
+def test_sanitizers_find_nothing(compiler, isa):
+    """Overruns, use after free, misaligned or null pointers and undefined arithmetic end the process."""
+    paths = [
+        subprocess.check_output([*compiler.command, f"-print-file-name=lib{name}.so"], text=True).strip()
+        for name in SANITIZERS
+    ]
+    if not all(map(os.path.isabs, paths)):
+        pytest.skip(f"{compiler.version} has no shared libraries of {' and '.join(SANITIZERS)}")
+    check(
+        "--random", "40", "--operations", "200",
+        SENNIT_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1",
+        LD_PRELOAD=" ".join(paths),
+        ASAN_OPTIONS="detect_leaks=0",
+    )  # fmt: skip
