@@ -34,9 +34,9 @@ class Speed:
 
 # Where not everything is bfloat16, "amx" and "avx512_bf16" multiply floats too.
 SPEEDS = {
-    "amx": Speed(1350, 5.5, 22),
+    "amx": Speed(1000, 4, 22),
     "avx512_bf16": Speed(480, 5.5, 22),
-    "avx512": Speed(130, 4, 22),
+    "avx512": Speed(145, 5, 22),
     "avx2": Speed(70, 2, 11),
     "neon": Speed(30, 1, 5),
     "generic": Speed(15, 0.5, 3),

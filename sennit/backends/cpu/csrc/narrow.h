@@ -93,7 +93,7 @@ class Narrow {
 
   void place(Scratch& scratch) {
     const size_t queries = size_t(lines_qk_) * R * L::kSize;
-    const size_t outputs = size_t((lines_vo_ + kLinesAtOnce - 1) / kLinesAtOnce * kLinesAtOnce) * R * L::kSize;
+    const size_t outputs = size_t(lines_vo_) * R * L::kSize;
     scratch.reserve(Scratch::bytes_of<Head>(item_.num_heads) +
                     item_.num_heads * (Scratch::bytes_of<float>(queries) + Scratch::bytes_of<float>(outputs)) +
                     Scratch::bytes_of<KeyBlock<T, kKeys>>(kRing) + Scratch::bytes_of<float>(2 * kGroups * W) +
@@ -177,27 +177,38 @@ class Narrow {
       const T* const* k = step.k + group * kGroup;
       const T* const* v = ahead.v + group * kGroup;
       const float* q = head.queries;
-      const auto add_line = [&](auto& lines) SENNIT_LAMBDA {
-        unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
-          unroll<R>([&](auto row) SENNIT_LAMBDA {
-            const f32x query = load(q + (row * L::kVectors + vector) * W);
-            unroll<kGroup>([&](auto i) SENNIT_LAMBDA { sums[i * R + row] += lines[i][vector] * query; });
+      // A line of all keys of the group meets all rows: lines stay in registers, or queries where those are fewer.
+      const auto add_line = [&](auto&& read) SENNIT_LAMBDA {
+        const auto add = [&](auto i, auto row, f32x line, f32x query) SENNIT_LAMBDA { sums[i * R + row] += line * query; };
+        if constexpr (R < kGroup) {
+          f32x queries[R * L::kVectors];
+          unroll<R * L::kVectors>([&](auto i) SENNIT_LAMBDA { queries[i] = load(q + i * W); });
+          unroll<kGroup>([&](auto i) SENNIT_LAMBDA {
+            f32x line[L::kVectors];
+            read(i, line);
+            unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
+              unroll<R>([&](auto row) SENNIT_LAMBDA { add(i, row, line[vector], queries[row * L::kVectors + vector]); });
+            });
           });
-        });
+        } else {
+          f32x lines[kGroup][L::kVectors];
+          unroll<kGroup>([&](auto i) SENNIT_LAMBDA { read(i, lines[i]); });
+          unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
+            unroll<R>([&](auto row) SENNIT_LAMBDA {
+              const f32x query = load(q + (row * L::kVectors + vector) * W);
+              unroll<kGroup>([&](auto i) SENNIT_LAMBDA { add(i, row, lines[i][vector], query); });
+            });
+          });
+        }
         q += R * L::kSize;
       };
-      f32x lines[kGroup][L::kVectors];
       for (int line = 0; line < whole; ++line) {
-        unroll<kGroup>([&](auto i) SENNIT_LAMBDA {
-          L::read(k[i] + line * L::kSize, lines[i]);
+        add_line([&](auto i, f32x* to) SENNIT_LAMBDA {
+          L::read(k[i] + line * L::kSize, to);
           prefetch(v[i] + line * L::kSize);
         });
-        add_line(lines);
       }
-      if (tail_qk_) {
-        for (int i = 0; i < kGroup; ++i) L::read(k[i] + whole * L::kSize, tail_qk_, lines[i]);
-        add_line(lines);
-      }
+      if (tail_qk_) add_line([&](auto i, f32x* to) SENNIT_LAMBDA { L::read(k[i] + whole * L::kSize, tail_qk_, to); });
       store(scores + group * W, sum_lanes(sums) * scale);
     }
     if (transforms_ || !block.complete || block.count < kKeys ||
@@ -250,39 +261,44 @@ class Narrow {
 
   // Adds weights times values to the outputs; fetches the keys of the step `ahead`.
   void multiply_values(Head& head, const Step& step, const Step& ahead, const float* weights) {
-    for (int line = 0; line < lines_vo_; line += kLinesAtOnce) {
-      for (int row = 0; row < R; row += kRowsAtOnce) {
-        float* at = head.outputs + (line * R + row) * L::kSize;
-        f32x sums[kSums];
-        const auto each = [&](auto&& body) SENNIT_LAMBDA {
-          unroll<kLinesAtOnce>([&](auto l) SENNIT_LAMBDA {
-            unroll<kRowsAtOnce>([&](auto r) SENNIT_LAMBDA {
-              unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
-                constexpr int sum = (l * kRowsAtOnce + r) * L::kVectors + vector;
-                body(std::integral_constant<int, sum>{}, (l * R + r) * L::kSize + vector * W, l, r, vector);
-              });
+    const int whole = launch_.dim_vo / L::kSize;
+    int line = 0;
+    for (; line + kLinesAtOnce <= whole; line += kLinesAtOnce) add_lines<kLinesAtOnce, true>(head, step, ahead, weights, line);
+    for (; line < whole; ++line) add_lines<1, true>(head, step, ahead, weights, line);
+    if (line < lines_vo_) add_lines<1, false>(head, step, ahead, weights, line);
+  }
+
+  template <int kLines, bool kWhole>
+  SENNIT_INLINE void add_lines(Head& head, const Step& step, const Step& ahead, const float* weights, int line) {
+    for (int row = 0; row < R; row += kRowsAtOnce) {
+      float* at = head.outputs + (line * R + row) * L::kSize;
+      f32x sums[kSums];
+      const auto each = [&](auto&& body) SENNIT_LAMBDA {
+        unroll<kLines>([&](auto l) SENNIT_LAMBDA {
+          unroll<kRowsAtOnce>([&](auto r) SENNIT_LAMBDA {
+            unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
+              constexpr int sum = (l * kRowsAtOnce + r) * L::kVectors + vector;
+              body(std::integral_constant<int, sum>{}, (l * R + r) * L::kSize + vector * W, l, r, vector);
             });
           });
-        };
-        each([&](auto sum, int offset, auto, auto, auto) SENNIT_LAMBDA { sums[sum] = load(at + offset); });
-        const int whole = launch_.dim_vo / L::kSize - line;  // lines that are whole from here on
-        for (int key = 0; key < kKeys; ++key) {
-          f32x lines[kLinesAtOnce][L::kVectors];
-          const T* v = step.v[key] + line * L::kSize;
-          if (whole >= kLinesAtOnce) {
-            unroll<kLinesAtOnce>([&](auto l) SENNIT_LAMBDA {
-              L::read(v + l * L::kSize, lines[l]);
-              if (row == 0) prefetch(ahead.k[key] + (line + l) * L::kSize);
-            });
+        });
+      };
+      each([&](auto sum, int offset, auto, auto, auto) SENNIT_LAMBDA { sums[sum] = load(at + offset); });
+      for (int key = 0; key < kKeys; ++key) {
+        f32x lines[kLines][L::kVectors];
+        const T* v = step.v[key] + line * L::kSize;
+        unroll<kLines>([&](auto l) SENNIT_LAMBDA {
+          if constexpr (kWhole) {
+            L::read(v + l * L::kSize, lines[l]);
           } else {
-            for (int l = 0; l < kLinesAtOnce; ++l)
-              L::read(v + l * L::kSize, std::clamp(launch_.dim_vo - (line + l) * L::kSize, 0, L::kSize), lines[l]);
+            L::read(v, tail_vo_, lines[l]);
           }
-          const float* w = weights + key * R + row;
-          each([&](auto sum, int, auto l, auto r, auto vector) SENNIT_LAMBDA { sums[sum] += lines[l][vector] * w[r]; });
-        }
-        each([&](auto sum, int offset, auto, auto, auto) SENNIT_LAMBDA { store(at + offset, sums[sum]); });
+          if (row == 0) prefetch(ahead.k[key] + (line + l) * L::kSize);
+        });
+        const float* w = weights + key * R + row;
+        each([&](auto sum, int, auto l, auto r, auto vector) SENNIT_LAMBDA { sums[sum] += lines[l][vector] * w[r]; });
       }
+      each([&](auto sum, int offset, auto, auto, auto) SENNIT_LAMBDA { store(at + offset, sums[sum]); });
     }
   }
 

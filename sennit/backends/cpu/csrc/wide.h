@@ -43,6 +43,7 @@ class Wide {
   const bool transforms_;
   const float scale_;  // of products, to logits times log2(e)
   const int num_panels_;
+  const int fetches_;  // rows of the next block that are fetched beside each step of weights
   const BlockList blocks_;
   Products products_;
   Panel* panels_;
@@ -64,7 +65,7 @@ class Wide {
       : launch_(launch), segment_(segment), item_(item), exact_len_(launch.exact_len(segment)),
         tree_(key_tree(launch, segment, exact_len_)), transforms_(launch.transforms()),
         scale_(transforms_ ? 1.f : float(std::abs(launch.sm_scale) * kLog2E)),
-        num_panels_((item.num_rows + kPanelRows - 1) / kPanelRows), blocks_(item, exact_len_, kKeys), products_(launch.dim_qk, launch.dim_vo) {}
+        num_panels_((item.num_rows + kPanelRows - 1) / kPanelRows), fetches_((kUnit + num_panels_ - 1) / num_panels_), blocks_(item, exact_len_, kKeys), products_(launch.dim_qk, launch.dim_vo) {}
 
   size_t zero_count() const { return std::max(launch_.dim_qk, launch_.dim_vo) + 64; }
 
@@ -217,7 +218,7 @@ class Wide {
       return exp2_below<kUnit == 1>(load(scores + (key * kVectors + j) * W) * scale - base[j]);
     };
     for (int key = 0; key < count; key += kUnit) {
-      fetch_ahead();
+      for (int i = 0; i < fetches_; ++i) fetch_ahead();
       unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
         const f32x a = weigh(key, j);
         total[j] += a;
@@ -240,6 +241,7 @@ class Wide {
     const T* k = next_k_[fetched_];
     const T* v = next_v_[fetched_++];
     for (int d = 0; d < launch_.dim_qk; d += kLine) prefetch_to_l2(k + d);
+    if (launch_.v.data == launch_.k.data) return;  // values are the beginning of keys
     for (int d = 0; d < launch_.dim_vo; d += kLine) prefetch_to_l2(v + d);
   }
 
