@@ -14,7 +14,12 @@ from sennit.spec import AttentionSpec
 __all__ = ["kernel_configs"]
 
 WIDE_STEP, NARROW_STEP = 128, 16  # keys
-WIDE_ROWS = (256, 128, 64)  # multiples of a panel; many rows share the packing of values
+WIDE_ROWS = (
+    256,
+    128,
+    64,
+    32,
+)  # many rows share the packing of values; up to two vectors of rows are a kernel of their own
 
 
 @dataclass(frozen=True)

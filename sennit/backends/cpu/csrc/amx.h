@@ -12,13 +12,16 @@ namespace sennit {
 #if defined(SENNIT_AMX)
 static_assert(W == 16);
 
-template <class T>
+template <class T, int V>
 struct MatrixProducts {
+  static constexpr int kVectors = V;
   static constexpr int kUnit = 2;
-  static constexpr int kKeyRound = 32;
+  static constexpr int kTiles = 4 / V;  // of keys, or columns of values, at once: four tiles of sums in all
+  static constexpr int kKeyRound = V == 1 ? 64 : 32;
   static constexpr int kBlockKeys = 256;
-  static constexpr int kScoreKeys = 32;  // so that they and a panel's queries stay in the first-level cache
+  static constexpr int kScoreKeys = kKeyRound;  // so that they and a panel's queries stay in the first-level cache
   static constexpr int kTileRows = 16, kTileUnits = 16, kTileBytes = 64;
+  static constexpr int kColumnRound = V == 1 ? 64 : 32;
 
   int dim_qk, dim_vo;
   int units, columns;
@@ -28,7 +31,7 @@ struct MatrixProducts {
   int64_t key_stride[kBlockKeys / kTileRows];  // bytes
 
   MatrixProducts(int dim_qk, int dim_vo)
-      : dim_qk(dim_qk), dim_vo(dim_vo), units((dim_qk + 31) / 32 * kTileUnits), columns((dim_vo + 31) / 32 * 32) {}
+      : dim_qk(dim_qk), dim_vo(dim_vo), units((dim_qk + 31) / 32 * kTileUnits), columns((dim_vo + kColumnRound - 1) / kColumnRound * kColumnRound) {}
 
   size_t bytes() const {
     return Scratch::bytes_of<uint32_t>(size_t(kBlockKeys) * units) +
@@ -55,65 +58,85 @@ struct MatrixProducts {
   void take(const T* const* k, const T* const* v, int count) {
     const int round = (count + kKeyRound - 1) / kKeyRound * kKeyRound;
     for (int key = 0; key < round; key += kTileRows) take_keys(k + key, key / kTileRows);
-    for (int key = 0; key < round; key += kKeyRound)
-      for (int d = 0; d < columns; d += 32) take_values(v + key, key / kKeyRound, d);
+    for (int key = 0; key < round; key += 32)
+      for (int d = 0; d < columns; d += 32) take_values(v + key, key / 32, d);
   }
 
-  // Four tiles of sums at once, so that keys and values come from the second-level cache once a panel.
+  // Scores of `count` keys from number `begin` of the block on.
   void scores(const uint32_t* queries, int begin, int count, float* scores) const {
     compiler_fence();
-    for (int key = 0; key < count; key += kTileRows) {
-      const char* from = static_cast<const char*>(keys[(begin + key) / kTileRows]);
-      const int64_t stride = key_stride[(begin + key) / kTileRows];
+    for (int key = 0; key < count; key += kTiles * kTileRows) {
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
       _tile_zero(3);
-      for (int unit = 0; unit < units; unit += kTileUnits) multiply_add(from + unit * 4, stride, queries + unit * kPanelRows);
+      const int group = (begin + key) / kTileRows;
+      for (int unit = 0; unit < units; unit += kTileUnits) {
+        const auto from = [&](int tile) SENNIT_LAMBDA { return static_cast<const char*>(keys[group + tile]) + unit * 4; };
+        const auto stride = [&](int tile) SENNIT_LAMBDA { return key_stride[group + tile]; };
+        multiply_add(from, stride, queries + unit * kPanelRows);
+      }
       store_sums(scores + key * kPanelRows);
     }
     compiler_fence();
   }
 
+  // Adds the block's values from number `begin` on times their weights to a panel's outputs.
   void accumulate(const uint32_t* weights, int begin, int count, float* outputs) const {
     compiler_fence();
-    for (int d = 0; d < columns; d += kTileRows) {
+    for (int d = 0; d < columns; d += kTiles * kTileRows) {
       float* to = outputs + int64_t(d) * kPanelRows;
       _tile_loadd(0, to, kPanelBytes);
-      _tile_loadd(1, to + 16, kPanelBytes);
-      _tile_loadd(2, to + 32, kPanelBytes);
-      _tile_loadd(3, to + 48, kPanelBytes);
-      const uint32_t* values = packed_values + d / kTileRows * kPerColumns;
-      for (int key = begin; key < begin + count; key += 32)
-        multiply_add(values + key / 32 * kTile, kTileBytes, weights + key / 2 * kPanelRows);
+      _tile_loadd(1, to + kStep, kPanelBytes);
+      _tile_loadd(2, to + 2 * kStep, kPanelBytes);
+      _tile_loadd(3, to + 3 * kStep, kPanelBytes);
+      for (int key = begin; key < begin + count; key += 32) {
+        const uint32_t* values = packed_values + d / kTileRows * kPerColumns + key / 32 * kTile;
+        const auto from = [&](int tile) SENNIT_LAMBDA { return values + tile * kPerColumns; };
+        multiply_add(from, [](int) SENNIT_LAMBDA { return kTileBytes; }, weights + key / 2 * kPanelRows);
+      }
       store_sums(to);
     }
     compiler_fence();
   }
 
  private:
-  static constexpr int kPanelBytes = kPanelRows * 4, kTile = kTileRows * kTileUnits;
-  static constexpr int kPerColumns = kBlockKeys / 32 * kTile;  // units of 16 packed columns
-  static_assert(kPanelRows == 4 * kTileRows);
+  static constexpr int kPanelRows = V * W, kPanelBytes = kPanelRows * 4, kTile = kTileRows * kTileUnits;
+  static constexpr int kPerColumns = kBlockKeys / 32 * kTile;       // units of 16 packed columns
+  static constexpr int kStep = V == 1 ? kTileRows * kPanelRows : W;  // floats from one tile of sums to the next
+  static_assert(V == 1 || V == 4);
 
-  // Adds a tile times 16 units of a panel to the four sums.
-  static SENNIT_INLINE void multiply_add(const void* a, int64_t stride, const uint32_t* b) {
-    _tile_loadd(4, a, stride);
-    _tile_loadd(5, b, kPanelBytes);
-    _tile_loadd(6, b + 16, kPanelBytes);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(7, b + 32, kPanelBytes);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(5, b + 48, kPanelBytes);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_dpbf16ps(3, 4, 5);
+  // Adds to the four sums: one tile times four of a panel, or four tiles times one.
+  template <class From, class Stride>
+  static SENNIT_INLINE void multiply_add(From&& from, Stride&& stride, const uint32_t* b) {
+    if constexpr (V == 1) {
+      _tile_loadd(7, b, kPanelBytes);
+      _tile_loadd(4, from(0), stride(0));
+      _tile_loadd(5, from(1), stride(1));
+      _tile_dpbf16ps(0, 4, 7);
+      _tile_loadd(6, from(2), stride(2));
+      _tile_dpbf16ps(1, 5, 7);
+      _tile_loadd(4, from(3), stride(3));
+      _tile_dpbf16ps(2, 6, 7);
+      _tile_dpbf16ps(3, 4, 7);
+    } else {
+      _tile_loadd(4, from(0), stride(0));
+      _tile_loadd(5, b, kPanelBytes);
+      _tile_loadd(6, b + W, kPanelBytes);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(7, b + 2 * W, kPanelBytes);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(5, b + 3 * W, kPanelBytes);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 4, 5);
+    }
   }
 
   static SENNIT_INLINE void store_sums(float* to) {
     _tile_stored(0, to, kPanelBytes);
-    _tile_stored(1, to + 16, kPanelBytes);
-    _tile_stored(2, to + 32, kPanelBytes);
-    _tile_stored(3, to + 48, kPanelBytes);
+    _tile_stored(1, to + kStep, kPanelBytes);
+    _tile_stored(2, to + 2 * kStep, kPanelBytes);
+    _tile_stored(3, to + 3 * kStep, kPanelBytes);
   }
 
   // 16 keys: in place where they lie evenly, otherwise copied.
@@ -159,19 +182,19 @@ struct MatrixProducts {
 #endif
 
 // How the wide strand multiplies elements of Q and T.
-template <class Q, class T>
+template <class Q, class T, int V>
 struct ChooseProducts {
-  using type = VectorProducts<T, FloatUnits>;
+  using type = VectorProducts<T, FloatUnits, V>;
 };
 #if defined(SENNIT_AMX)
-template <>
-struct ChooseProducts<bf16, bf16> {
-  using type = MatrixProducts<bf16>;
+template <int V>
+struct ChooseProducts<bf16, bf16, V> {
+  using type = MatrixProducts<bf16, V>;
 };
 #elif defined(SENNIT_BF16_DOTS)
-template <>
-struct ChooseProducts<bf16, bf16> {
-  using type = VectorProducts<bf16, PairUnits>;
+template <int V>
+struct ChooseProducts<bf16, bf16, V> {
+  using type = VectorProducts<bf16, PairUnits, V>;
 };
 #endif
 

@@ -31,8 +31,8 @@ struct PairUnits {
   }
 };
 
-constexpr int kPanelVectors = W == 8 ? 2 : 4;  // by the number of registers
-constexpr int kPanelRows = kPanelVectors * W;
+// Vectors of rows of a panel, V in what follows: by the number of registers, or one where there are few rows.
+constexpr int kMostVectors = W == 8 ? 2 : 4;
 constexpr int kTileKeys = 4;                   // keys, or columns of values, of a register tile
 constexpr int kColumns = 16;                   // columns of values that are packed together
 
@@ -57,11 +57,11 @@ static SENNIT_INLINE u32x bf16_pairs(f32x a, f32x b) {
   return ((u32x)a + 0x8000u) >> 16 | (((u32x)b + 0x8000u) & 0xffff0000u);
 }
 
-// Queries [rows, dim] as [units, kPanelRows]; rows past `count` are zero. `flip` changes their sign.
-template <int kUnit, class Q>
+// Queries [rows, dim] as [units, V * W]; rows past `count` are zero. `flip` changes their sign.
+template <int kUnit, int V, class Q>
 static void pack_queries(uint32_t* packed, const Q* const* rows, int count, int dim, int units, bool flip) {
   const uint32_t sign = !flip ? 0 : kUnit == 2 ? 0x80008000u : 0x80000000u;
-  for (int vector = 0; vector < kPanelVectors; ++vector) {
+  for (int vector = 0; vector < V; ++vector) {
     const Q* const* const q = rows + vector * W;
     const bool whole = count >= (vector + 1) * W;
     for (int unit = 0; unit < units; unit += W) {
@@ -76,62 +76,63 @@ static void pack_queries(uint32_t* packed, const Q* const* rows, int count, int 
                          : u32x{};
       }
       transpose(block);
-      uint32_t* to = packed + (int64_t(unit) * kPanelVectors + vector) * W;
+      uint32_t* to = packed + (int64_t(unit) * V + vector) * W;
       const int wanted = units - unit;
       unroll<W>([&](auto i) SENNIT_LAMBDA {
-        if (i < wanted) store(to + i * kPanelRows, block[i] ^ sign);
+        if (i < wanted) store(to + i * V * W, block[i] ^ sign);
       });
     }
   }
 }
 
 // Scores of `count` keys (a multiple of kTileKeys) and a panel's rows.
-template <class Units>
+template <class Units, int V>
 static void multiply_keys(const uint32_t* queries, const uint32_t* const* keys, int count, int units, float* scores) {
   for (int key = 0; key < count; key += kTileKeys) {
-    f32x sums[kTileKeys * kPanelVectors] = {};
+    f32x sums[kTileKeys * V] = {};
     const uint32_t* const a[kTileKeys] = {keys[key], keys[key + 1], keys[key + 2], keys[key + 3]};
     for (int unit = 0; unit < units; ++unit) {
-      u32x b[kPanelVectors];
-      unroll<kPanelVectors>([&](auto j) SENNIT_LAMBDA { b[j] = load(queries + (unit * kPanelVectors + j) * W); });
+      u32x b[V];
+      unroll<V>([&](auto j) SENNIT_LAMBDA { b[j] = load(queries + (unit * V + j) * W); });
       unroll<kTileKeys>([&](auto m) SENNIT_LAMBDA {
         uint32_t value;
         std::memcpy(&value, a[m] + unit, 4);
-        unroll<kPanelVectors>([&](auto j) SENNIT_LAMBDA {
-          sums[m * kPanelVectors + j] = Units::multiply_add(sums[m * kPanelVectors + j], value, b[j]);
+        unroll<V>([&](auto j) SENNIT_LAMBDA {
+          sums[m * V + j] = Units::multiply_add(sums[m * V + j], value, b[j]);
         });
       });
     }
-    unroll<kTileKeys * kPanelVectors>([&](auto i) SENNIT_LAMBDA { store(scores + (key * kPanelVectors + i) * W, sums[i]); });
+    unroll<kTileKeys * V>([&](auto i) SENNIT_LAMBDA { store(scores + (key * V + i) * W, sums[i]); });
   }
 }
 
-// Adds values times weights to a panel's outputs [dim, kPanelRows].
-// Values are packed [dim / kColumns][stride][kColumns], weights [units, kPanelRows].
-template <class Units>
+// Adds values times weights to a panel's outputs [dim, V * W].
+// Values are packed [dim / kColumns][stride][kColumns], weights [units, V * W].
+template <class Units, int V>
 static void multiply_values(const uint32_t* values, int64_t stride, const uint32_t* weights, int units, int dim,
                             float* outputs) {
   for (int d = 0; d < dim; d += kTileKeys) {
-    f32x sums[kTileKeys * kPanelVectors];
-    float* at = outputs + int64_t(d) * kPanelRows;
-    unroll<kTileKeys * kPanelVectors>([&](auto i) SENNIT_LAMBDA { sums[i] = load(at + i * W); });
+    f32x sums[kTileKeys * V];
+    float* at = outputs + int64_t(d) * V * W;
+    unroll<kTileKeys * V>([&](auto i) SENNIT_LAMBDA { sums[i] = load(at + i * W); });
     const uint32_t* a = values + (d / kColumns * stride) * kColumns + d % kColumns;
     for (int unit = 0; unit < units; ++unit, a += kColumns) {
-      u32x b[kPanelVectors];
-      unroll<kPanelVectors>([&](auto j) SENNIT_LAMBDA { b[j] = load(weights + (unit * kPanelVectors + j) * W); });
+      u32x b[V];
+      unroll<V>([&](auto j) SENNIT_LAMBDA { b[j] = load(weights + (unit * V + j) * W); });
       unroll<kTileKeys>([&](auto m) SENNIT_LAMBDA {
-        unroll<kPanelVectors>([&](auto j) SENNIT_LAMBDA {
-          sums[m * kPanelVectors + j] = Units::multiply_add(sums[m * kPanelVectors + j], a[m], b[j]);
+        unroll<V>([&](auto j) SENNIT_LAMBDA {
+          sums[m * V + j] = Units::multiply_add(sums[m * V + j], a[m], b[j]);
         });
       });
     }
-    unroll<kTileKeys * kPanelVectors>([&](auto i) SENNIT_LAMBDA { store(at + i * W, sums[i]); });
+    unroll<kTileKeys * V>([&](auto i) SENNIT_LAMBDA { store(at + i * W, sums[i]); });
   }
 }
 
 // What the wide strand needs of a way to multiply.
-template <class T, class Units>
+template <class T, class Units, int V>
 struct VectorProducts {
+  static constexpr int kVectors = V;
   static constexpr int kUnit = Units::kSize;
   static constexpr int kKeyRound = kTileKeys;  // scores are computed for multiples of so many keys
   static constexpr int kBlockKeys = 128;
@@ -185,13 +186,13 @@ struct VectorProducts {
 
   // Scores of `count` keys from number `begin` of the block on.
   void scores(const uint32_t* queries, int begin, int count, float* scores) const {
-    multiply_keys<Units>(queries, rows + begin, count, units, scores);
+    multiply_keys<Units, V>(queries, rows + begin, count, units, scores);
   }
 
   // Adds the block's values from number `begin` on times their weights to a panel's outputs.
   void accumulate(const uint32_t* weights, int begin, int count, float* outputs) const {
-    multiply_values<Units>(packed_values + begin / kUnit * kColumns, kBlockKeys / kUnit,
-                           weights + begin / kUnit * kPanelRows, count / kUnit, columns, outputs);
+    multiply_values<Units, V>(packed_values + begin / kUnit * kColumns, kBlockKeys / kUnit,
+                           weights + begin / kUnit * (V * W), count / kUnit, columns, outputs);
   }
 
  private:

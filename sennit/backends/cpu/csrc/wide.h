@@ -13,7 +13,8 @@ class Wide {
   static constexpr float kGrowth = 8;  // weights up to 2 ** kGrowth lose nothing in floating point
   static constexpr int kLine = 64 / sizeof(T);
   static constexpr int kScoreKeys = Products::kScoreKeys;
-  static constexpr int kUnit = Products::kUnit, kKeys = Products::kBlockKeys, kVectors = kPanelVectors;
+  static constexpr int kUnit = Products::kUnit, kKeys = Products::kBlockKeys, kVectors = Products::kVectors;
+  static constexpr int kPanelRows = kVectors * W;
 
   // A panel of rows and its running softmax.
   struct alignas(64) Panel {
@@ -129,7 +130,7 @@ class Wide {
     const Q* rows[kPanelRows];
     for (int lane = 0; lane < panel.count; ++lane)
       rows[lane] = launch_.q.at(int64_t(segment_.q_start) + panel.rows.token[lane], panel.rows.head[lane]);
-    pack_queries<kUnit>(panel.queries, rows, panel.count, launch_.dim_qk, products_.units,
+    pack_queries<kUnit, kVectors>(panel.queries, rows, panel.count, launch_.dim_qk, products_.units,
                         !transforms_ && launch_.sm_scale < 0);
     std::memset(panel.outputs, 0, sizeof(float) * products_.columns * kPanelRows);
     for (int j = 0; j < kVectors; ++j) {
