@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -45,8 +46,9 @@ def run_alone(function: Callable[..., T], *arguments: object, on_stage: Say) -> 
     assert process.stdout is not None
     with process:
         try:
-            with suppress(BrokenPipeError), process.stdin:
-                pickle.dump((function, arguments), process.stdin)
+            with suppress(BrokenPipeError):
+                process.stdin.write(pickle.dumps((function, arguments)))
+                process.stdin.flush()
             while True:
                 kind, value = pickle.load(process.stdout)
                 if kind == STAGE:
@@ -78,10 +80,17 @@ def serve() -> None:
 
     try:
         function, arguments = pickle.load(sys.stdin.buffer)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         answer: tuple[str, Any] = RETURNED, function(lambda text: send(STAGE, text), *arguments)
     except Exception as error:
         answer = RAISED, _sendable(error)
     send(*answer)
+
+
+def _end_with_parent() -> None:
+    """Standard input ends when the parent does, even one that was killed."""
+    sys.stdin.buffer.read()
+    os._exit(1)
 
 
 def _sendable(error: Exception) -> Exception:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -281,6 +285,25 @@ def _grown(say, size):
 def test_errors_of_a_process_reach_the_caller(how, error, text):
     with pytest.raises(error, match=text):
         run_alone(_fail, how, on_stage=print)
+
+
+def _sleep(say):
+    say(str(os.getpid()))
+    time.sleep(100)
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_the_one_that_started_it():
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_cli_bench_generate as tests; "
+    code += "tests.run_alone(tests._sleep, on_stage=lambda text: print(text, flush=True))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 20
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(child, 0)
+            time.sleep(0.05)
 
 
 @pytest.mark.slow
