@@ -89,7 +89,7 @@ def serve() -> None:
 
 def _end_with_parent() -> None:
     """Standard input ends when the parent does, even one that was killed."""
-    sys.stdin.buffer.read()
+    os.read(0, 1)  # not through the buffer, whose lock Python needs when it ends
     os._exit(1)
 
 

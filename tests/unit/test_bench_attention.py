@@ -195,7 +195,7 @@ class Scripted:
     def __init__(self):
         self.calls = 0
 
-    def time(self, function):
+    def time(self, function, before=None):
         function()
         self.calls += 1
         return 1e-3

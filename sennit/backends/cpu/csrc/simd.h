@@ -119,7 +119,7 @@ template <class Vector>
 static SENNIT_INLINE void transpose(Vector* rows) {
   auto stage = [&](auto s) SENNIT_LAMBDA {
     constexpr int S = s;
-    unroll<W>([&](auto i) SENNIT_LAMBDA {
+    unroll<(S < W ? W : 0)>([&](auto i) SENNIT_LAMBDA {
       if constexpr ((i & S) == 0) {
         const Vector a = rows[i], b = rows[i + S];
         rows[i] = shuffle_by<places::Low<S>>(a, b);
@@ -129,23 +129,23 @@ static SENNIT_INLINE void transpose(Vector* rows) {
   };
   stage(std::integral_constant<int, 1>{});
   stage(std::integral_constant<int, 2>{});
-  if constexpr (W > 4) stage(std::integral_constant<int, 4>{});
-  if constexpr (W > 8) stage(std::integral_constant<int, 8>{});
+  stage(std::integral_constant<int, 4>{});
+  stage(std::integral_constant<int, 8>{});
 }
 
 // The vector whose lane i is the sum of the lanes of sums[i], for W vectors, which are overwritten.
 static SENNIT_INLINE f32x sum_lanes(f32x* sums) {
   auto stage = [&](auto s) SENNIT_LAMBDA {
     constexpr int S = s;
-    unroll<W>([&](auto i) SENNIT_LAMBDA {
+    unroll<(S < W ? W : 0)>([&](auto i) SENNIT_LAMBDA {
       if constexpr (i % (2 * S) == 0)
         sums[i] = shuffle_by<places::Low<S>>(sums[i], sums[i + S]) + shuffle_by<places::High<S>>(sums[i], sums[i + S]);
     });
   };
   stage(std::integral_constant<int, 1>{});
   stage(std::integral_constant<int, 2>{});
-  if constexpr (W > 4) stage(std::integral_constant<int, 4>{});
-  if constexpr (W > 8) stage(std::integral_constant<int, 8>{});
+  stage(std::integral_constant<int, 4>{});
+  stage(std::integral_constant<int, 8>{});
   return sums[0];
 }
 
