@@ -88,7 +88,7 @@ def test_a_right_backend_ends_with_exit_code_0(sennit):
 def test_without_a_name_every_backend_that_can_run_here_is_checked(sennit, add_backend):
     add_backend("absent", "faulty_backends:ABSENT")
     result = json.loads(sennit("check", "--device", "cpu", "--only", "lengths/empty", "--json").stdout)
-    assert [group["backend"] for group in result["groups"]] == ["reference", "reference-items"]
+    assert [group["backend"] for group in result["groups"]] == ["cpu", "reference", "reference-items"]
 
 
 @pytest.mark.parametrize("group", ["random", "operations"])
