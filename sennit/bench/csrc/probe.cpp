@@ -22,12 +22,12 @@ using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kLine = 64;      // bytes
-constexpr int kDots = 4;       // a line: one for each query head of a group of four
+constexpr int kLine = 64;  // bytes
+constexpr int kDots = 4;   // a line: one for each query head of a group of four
 #if defined(__AVX512F__)
-constexpr int kChains = 2;     // lines in turn add to different sums, since one sum's latency would be felt
+constexpr int kChains = 2;  // lines in turn add to different sums, since one sum's latency would be felt
 #else
-constexpr int kChains = 1;     // narrower registers take several instructions a line, and there are fewer of them
+constexpr int kChains = 1;  // narrower registers take several instructions a line, and there are fewer of them
 #endif
 
 typedef float Floats __attribute__((vector_size(kLine)));

@@ -1,7 +1,8 @@
 // Products of a wide tile on the matrix registers of AMX, which hold 16 rows of 64 bytes.
 //
-// An instruction adds A [16, 32] times B to C [16, 16] floats, where A lies row by row and B as pairs of its rows: keys in
-// place are A of the scores, transposed values A of the outputs, and panels of queries and weights are B as they are.
+// An instruction adds A [16, 32] times B to C [16, 16] floats, where A lies row by row and B as pairs of its rows: keys
+// in place are A of the scores, transposed values A of the outputs, and panels of queries and weights are B as they
+// are.
 #pragma once
 
 #include "products.h"
@@ -31,12 +32,9 @@ struct MatrixProducts {
   int64_t key_stride[kBlockKeys / kTileRows];  // bytes
 
   MatrixProducts(int dim_qk, int dim_vo)
-      : dim_qk(dim_qk), dim_vo(dim_vo), units((dim_qk + 31) / 32 * kTileUnits), columns((dim_vo + kColumnRound - 1) / kColumnRound * kColumnRound) {}
+      : dim_qk(dim_qk), dim_vo(dim_vo), units((dim_qk + 31) / 32 * kTileUnits),
+        columns((dim_vo + kColumnRound - 1) / kColumnRound * kColumnRound) {}
 
-  size_t bytes() const {
-    return Scratch::bytes_of<uint32_t>(size_t(kBlockKeys) * units) +
-           Scratch::bytes_of<uint32_t>(size_t(columns) * kBlockKeys / kUnit);
-  }
   void place(Scratch& scratch) {
     staged_keys = scratch.take<uint32_t>(size_t(kBlockKeys) * units);
     packed_values = scratch.take<uint32_t>(size_t(columns) * kBlockKeys / kUnit);
@@ -72,7 +70,8 @@ struct MatrixProducts {
       _tile_zero(3);
       const int group = (begin + key) / kTileRows;
       for (int unit = 0; unit < units; unit += kTileUnits) {
-        const auto from = [&](int tile) SENNIT_LAMBDA { return static_cast<const char*>(keys[group + tile]) + unit * 4; };
+        const auto from = [&](int tile)
+                              SENNIT_LAMBDA { return static_cast<const char*>(keys[group + tile]) + unit * 4; };
         const auto stride = [&](int tile) SENNIT_LAMBDA { return key_stride[group + tile]; };
         multiply_add(from, stride, queries + unit * kPanelRows);
       }
@@ -102,7 +101,7 @@ struct MatrixProducts {
 
  private:
   static constexpr int kPanelRows = V * W, kPanelBytes = kPanelRows * 4, kTile = kTileRows * kTileUnits;
-  static constexpr int kPerColumns = kBlockKeys / 32 * kTile;       // units of 16 packed columns
+  static constexpr int kPerColumns = kBlockKeys / 32 * kTile;        // units of 16 packed columns
   static constexpr int kStep = V == 1 ? kTileRows * kPanelRows : W;  // floats from one tile of sums to the next
   static_assert(V == 1 || V == 4);
 
@@ -153,7 +152,8 @@ struct MatrixProducts {
     key_stride[group] = int64_t(units) * 4;
     for (int i = 0; i < kTileRows; ++i)
       for (int unit = 0; unit < units; unit += W)
-        store(to + int64_t(i) * units + unit, load_units(k[i] + unit * 2, dim_qk - unit * 2, std::integral_constant<int, 2>{}));
+        store(to + int64_t(i) * units + unit,
+              load_units(k[i] + unit * 2, dim_qk - unit * 2, std::integral_constant<int, 2>{}));
   }
 
   // 32 keys of 32 columns, turned so that a column's pairs of keys are a row.
@@ -165,9 +165,11 @@ struct MatrixProducts {
     };
     constexpr std::integral_constant<int, 2> kPairs;
     if (dim_vo - d >= 32) {
-      unroll<W>([&](auto j) SENNIT_LAMBDA { pair(j, load_units(v[2 * j] + d, kPairs), load_units(v[2 * j + 1] + d, kPairs)); });
+      unroll<W>([&](auto j)
+                    SENNIT_LAMBDA { pair(j, load_units(v[2 * j] + d, kPairs), load_units(v[2 * j + 1] + d, kPairs)); });
     } else {
-      for (int j = 0; j < W; ++j) pair(j, load_units(v[2 * j] + d, dim_vo - d, kPairs), load_units(v[2 * j + 1] + d, dim_vo - d, kPairs));
+      for (int j = 0; j < W; ++j)
+        pair(j, load_units(v[2 * j] + d, dim_vo - d, kPairs), load_units(v[2 * j + 1] + d, dim_vo - d, kPairs));
     }
     transpose(even);
     transpose(odd);

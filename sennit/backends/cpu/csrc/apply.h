@@ -1,4 +1,5 @@
-// Applies a printed graph to a block of logits: what depends on the request, on keys or on queries alone is computed once.
+// Applies a printed graph to a block of logits: what depends on the request, on keys or on queries alone is computed
+// once.
 #pragma once
 
 #include "operations.h"

@@ -37,8 +37,8 @@ static void run_merges(const AttentionLaunch& launch, ParallelFunction parallel,
   constexpr int kAtOnce = 16;
   const Plan& plan = launch.plan;
   run_tasks(parallel, threads, (plan.num_merges + kAtOnce - 1) / kAtOnce, [&](int task) {
-    scratch.reserve(Scratch::bytes_of<float>(launch.dim_vo));
-    float* values = scratch.take<float>(launch.dim_vo);
+    float* values = nullptr;
+    scratch.arrange([&](Scratch& memory) { values = memory.take<float>(launch.dim_vo); });
     for (int i = task * kAtOnce; i < std::min((task + 1) * kAtOnce, plan.num_merges); ++i)
       run_merge(launch, plan.merges[i], values);
   });

@@ -1,11 +1,13 @@
-// Elementary functions of W floats, to 1.5 units in the last place (tanh to 2.5), at special values as in the C library.
+// Elementary functions of W floats, to 1.5 units in the last place (tanh to 2.5), at special values as in the C
+// library.
 #pragma once
 
 #include "simd.h"
 
 namespace sennit {
 
-constexpr float kLn2High = 0x1.63p-1f, kLn2Low = -2.12194440e-4f;  // their sum is ln 2; few bits, so that products are exact
+constexpr float kLn2High = 0x1.63p-1f,
+                kLn2Low = -2.12194440e-4f;  // their sum is ln 2; few bits, so that products are exact
 
 // Lane by lane: compilers make vector instructions of what has one, and calls of the C library of the rest.
 template <class Result, class Function, class... Vectors>
@@ -108,9 +110,9 @@ static SENNIT_INLINE Split split(f32x x) {
 // log(1 + f) - f, by the polynomial of Cephes' logf.
 static SENNIT_INLINE f32x log1p_beyond(f32x f) {
   const f32x square = f * f;
-  const f32x cubic = polynomial(f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
-                                1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f,
-                                3.3333331174e-1f);
+  const f32x cubic =
+      polynomial(f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
+                 -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f);
   return multiply_add(square, splat(-0.5f), square * f * cubic);
 }
 

@@ -5,13 +5,13 @@
 
 namespace sennit {
 
-// At most N keys in a row. Keys that are not there (past the exact length, without a page, or padding) read zeros, since
-// slots that nobody owns may hold NaN, and a weight of zero does not cancel it.
+// At most N keys in a row. Keys that are not there (past the exact length, without a page, or padding) read zeros,
+// since slots that nobody owns may hold NaN, and a weight of zero does not cancel it.
 template <class T, int N>
 struct KeyBlock {
-  int first, count;      // keys first : first + count; the rest up to N is padding
-  bool complete;         // all `count` keys are there
-  const T* k[N];         // rows of KV head 0, or zeros
+  int first, count;  // keys first : first + count; the rest up to N is padding
+  bool complete;     // all `count` keys are there
+  const T* k[N];     // rows of KV head 0, or zeros
   const T* v[N];
   int64_t k_head[N], v_head[N];  // from one head to the next
 };
@@ -66,8 +66,7 @@ struct BlockList {
 
   BlockList(const Item& item, int exact_len, int size)
       : first{item.key_start, item.hole_end},
-        end{std::min(item.hole_start, exact_len), std::min(item.key_end, exact_len)},
-        size(size) {
+        end{std::min(item.hole_start, exact_len), std::min(item.key_end, exact_len)}, size(size) {
     before = blocks(0);
     count = before + blocks(1);
   }

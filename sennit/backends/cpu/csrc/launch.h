@@ -71,7 +71,7 @@ struct Launch {
   Rows<const Q> q{};
   Pool<T> k{}, v{};
   Rows<Q> out{};
-  Rows<float> lse{};  // data may be null; dim is 1
+  Rows<float> lse{};             // data may be null; dim is 1
   float* partial_out = nullptr;  // [partial rows, dim_vo]
   float* partial_lse = nullptr;  // [partial rows]
   double sm_scale = 0;

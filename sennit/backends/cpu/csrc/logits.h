@@ -117,7 +117,8 @@ struct LogitChange {
   void transform(const LogitBlock& block, int32_t* positions) const {
     const int keys = block.steps * (block.key_per_lane ? W : 1);
     for (int i = 0; i < keys; ++i) positions[i] = key_position(block.keys[i]);
-    const float cap = launch.soft_cap, scale = float(launch.sm_scale), inverse_cap = cap ? float(launch.sm_scale / cap) : 0.f;
+    const float cap = launch.soft_cap, scale = float(launch.sm_scale),
+                inverse_cap = cap ? float(launch.sm_scale / cap) : 0.f;
     each(block, positions, [&](f32x s, i32x, i32x position, int lane) {
       s = cap ? cap * tanh(s * inverse_cap) : s * scale;
       if (launch.alibi_slopes) {

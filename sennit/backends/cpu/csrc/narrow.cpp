@@ -13,6 +13,8 @@ static void run_rows(const AttentionLaunch& launch, const Item& item, Scratch& s
   Narrow<Query, Stored, R>::run(launch, item, scratch);
 }
 
-void run_narrow(const AttentionLaunch& launch, const Item& item, Scratch& scratch) { run_rows<1>(launch, item, scratch); }
+void run_narrow(const AttentionLaunch& launch, const Item& item, Scratch& scratch) {
+  run_rows<1>(launch, item, scratch);
+}
 
 }  // namespace sennit

@@ -1,7 +1,8 @@
 // The narrow strand: tiles of few query rows, bound by reading keys and values, each byte of which is read once.
 //
-// Lanes run along the dimension: a line of a key meets all query rows while it is in registers. A pipeline keeps loads and
-// arithmetic apart: scores of the next step, then softmax and outputs of this one, each fetching what comes after it.
+// Lanes run along the dimension: a line of a key meets all query rows while it is in registers. A pipeline keeps loads
+// and arithmetic apart: scores of the next step, then softmax and outputs of this one, each fetching what comes after
+// it.
 #pragma once
 
 #include "output.h"
@@ -38,12 +39,12 @@ template <class Q, class T, int R>
 class Narrow {
   static_assert(R <= W && W % R == 0);
   using L = Line<T>;
-  static constexpr float kGrowth = 8;              // weights up to 2 ** kGrowth lose nothing in floating point
-  static constexpr int kKeys = 16;                 // of a step
-  static constexpr int kGroup = W / R;             // keys whose scores share a vector
-  static constexpr int kGroups = kKeys / kGroup;   // vectors of scores of a step
-  static constexpr int kRing = 4;                  // blocks of keys that are known ahead
-  static constexpr int kSums = W >= 16 ? 16 : 8;   // accumulators that fit beside operands
+  static constexpr float kGrowth = 8;             // weights up to 2 ** kGrowth lose nothing in floating point
+  static constexpr int kKeys = 16;                // of a step
+  static constexpr int kGroup = W / R;            // keys whose scores share a vector
+  static constexpr int kGroups = kKeys / kGroup;  // vectors of scores of a step
+  static constexpr int kRing = 4;                 // blocks of keys that are known ahead
+  static constexpr int kSums = W >= 16 ? 16 : 8;  // accumulators that fit beside operands
   static constexpr int kRowsAtOnce = R * L::kVectors <= kSums ? R : kSums / L::kVectors;
   static constexpr int kLinesAtOnce = kSums / (kRowsAtOnce * L::kVectors);
   static_assert(kGroups >= 1);
@@ -63,7 +64,7 @@ class Narrow {
  public:
   static void run(const Launch<Q, T>& launch, const Item& item, Scratch& scratch) {
     Narrow narrow(launch, launch.plan.segments[item.segment], item);
-    narrow.place(scratch);
+    scratch.arrange([&](Scratch& memory) { narrow.place(memory); });
     narrow.run();
   }
 
@@ -77,6 +78,8 @@ class Narrow {
   const float scale_;
   const int lines_qk_, lines_vo_, tail_qk_, tail_vo_;  // lines, and elements of a last one that is not whole
   Head* heads_;
+  float* queries_;  // of all heads
+  float* outputs_;
   KeyBlock<T, kKeys>* ring_;
   float* scores_;  // [2][kGroups][W]
   T* zeros_;
@@ -85,34 +88,29 @@ class Narrow {
   Narrow(const Launch<Q, T>& launch, const Segment& segment, const Item& item)
       : launch_(launch), segment_(segment), item_(item), exact_len_(launch.exact_len(segment)),
         tree_(key_tree(launch, segment, exact_len_)), transforms_(launch.transforms()),
-        scale_(transforms_ ? 1.f : float(launch.sm_scale * kLog2E)), lines_qk_((launch.dim_qk + L::kSize - 1) / L::kSize),
-        lines_vo_((launch.dim_vo + L::kSize - 1) / L::kSize), tail_qk_(launch.dim_qk % L::kSize),
-        tail_vo_(launch.dim_vo % L::kSize) {}
+        scale_(transforms_ ? 1.f : float(launch.sm_scale * kLog2E)),
+        lines_qk_((launch.dim_qk + L::kSize - 1) / L::kSize), lines_vo_((launch.dim_vo + L::kSize - 1) / L::kSize),
+        tail_qk_(launch.dim_qk % L::kSize), tail_vo_(launch.dim_vo % L::kSize) {}
 
   size_t zero_count() const { return std::max(launch_.dim_qk, launch_.dim_vo); }
 
+  size_t queries_count() const { return size_t(lines_qk_) * R * L::kSize; }
+  size_t outputs_count() const { return size_t(lines_vo_) * R * L::kSize; }
+
   void place(Scratch& scratch) {
-    const size_t queries = size_t(lines_qk_) * R * L::kSize;
-    const size_t outputs = size_t(lines_vo_) * R * L::kSize;
-    scratch.reserve(Scratch::bytes_of<Head>(item_.num_heads) +
-                    item_.num_heads * (Scratch::bytes_of<float>(queries) + Scratch::bytes_of<float>(outputs)) +
-                    Scratch::bytes_of<KeyBlock<T, kKeys>>(kRing) + Scratch::bytes_of<float>(2 * kGroups * W) +
-                    Scratch::bytes_of<T>(zero_count()) + Scratch::bytes_of<float>(size_t(lines_vo_) * L::kSize));
     heads_ = scratch.take<Head>(item_.num_heads);
-    for (int i = 0; i < item_.num_heads; ++i) {
-      heads_[i].queries = scratch.take<float>(queries);
-      heads_[i].outputs = scratch.take<float>(outputs);
-      std::memset(heads_[i].outputs, 0, outputs * sizeof(float));
-    }
+    queries_ = scratch.take<float>(item_.num_heads * queries_count());
+    outputs_ = scratch.take<float>(item_.num_heads * outputs_count());
     ring_ = scratch.take<KeyBlock<T, kKeys>>(kRing);
     scores_ = scratch.take<float>(2 * kGroups * W);
     zeros_ = scratch.take<T>(zero_count());
     row_ = scratch.take<float>(size_t(lines_vo_) * L::kSize);
-    std::memset(zeros_, 0, zero_count() * sizeof(T));
   }
 
   void run() {
-    for (int i = 0; i < item_.num_heads; ++i) begin_head(heads_[i], item_.head_start + i);
+    std::memset(zeros_, 0, zero_count() * sizeof(T));
+    std::memset(outputs_, 0, item_.num_heads * outputs_count() * sizeof(float));
+    for (int i = 0; i < item_.num_heads; ++i) begin_head(i);
     const BlockList blocks(item_, exact_len_, kKeys);
     const int heads = item_.num_heads, total = blocks.count * heads;
     int known = 0;
@@ -150,7 +148,11 @@ class Narrow {
     for (int i = 0; i < item_.num_heads; ++i) end_head(heads_[i], item_.head_start + i);
   }
 
-  void begin_head(Head& head, int kv_head) {
+  void begin_head(int index) {
+    Head& head = heads_[index];
+    const int kv_head = item_.head_start + index;
+    head.queries = queries_ + index * queries_count();
+    head.outputs = outputs_ + index * outputs_count();
     describe_rows(head.rows, launch_, segment_, tree_, exact_len_, item_.row_start, item_.num_rows, R, kv_head);
     head.base = splat(-kInfinity);
     head.total = f32x{};
@@ -169,7 +171,8 @@ class Narrow {
   }
 
   // Scores of a step, changed and masked; fetches the values of the step `ahead`.
-  void multiply_keys(const Head& head, const KeyBlock<T, kKeys>& block, const Step& step, const Step& ahead, float* scores) {
+  void multiply_keys(const Head& head, const KeyBlock<T, kKeys>& block, const Step& step, const Step& ahead,
+                     float* scores) {
     const int whole = lines_qk_ - (tail_qk_ > 0);
     const float scale = scale_;
     for (int group = 0; group < kGroups; ++group) {
@@ -179,7 +182,8 @@ class Narrow {
       const float* q = head.queries;
       // A line of all keys of the group meets all rows: lines stay in registers, or queries where those are fewer.
       const auto add_line = [&](auto&& read) SENNIT_LAMBDA {
-        const auto add = [&](auto i, auto row, f32x line, f32x query) SENNIT_LAMBDA { sums[i * R + row] += line * query; };
+        const auto add = [&](auto i, auto row, f32x line, f32x query)
+                             SENNIT_LAMBDA { sums[i * R + row] += line * query; };
         if constexpr (R < kGroup) {
           f32x queries[R * L::kVectors];
           unroll<R * L::kVectors>([&](auto i) SENNIT_LAMBDA { queries[i] = load(q + i * W); });
@@ -187,7 +191,8 @@ class Narrow {
             f32x line[L::kVectors];
             read(i, line);
             unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
-              unroll<R>([&](auto row) SENNIT_LAMBDA { add(i, row, line[vector], queries[row * L::kVectors + vector]); });
+              unroll<R>([&](auto row)
+                            SENNIT_LAMBDA { add(i, row, line[vector], queries[row * L::kVectors + vector]); });
             });
           });
         } else {
@@ -244,8 +249,8 @@ class Narrow {
     });
   }
 
-  // Moves the base to the largest score, where one would otherwise give a large weight: not for every new maximum, since
-  // what has been added up must then be multiplied.
+  // Moves the base to the largest score, where one would otherwise give a large weight: not for every new maximum,
+  // since what has been added up must then be multiplied.
   void raise(Head& head, f32x most) {
     const f32x alpha = exp2_below<true>(head.base - (most == -kInfinity ? f32x{} : most));
     head.base = most;
@@ -263,7 +268,8 @@ class Narrow {
   void multiply_values(Head& head, const Step& step, const Step& ahead, const float* weights) {
     const int whole = launch_.dim_vo / L::kSize;
     int line = 0;
-    for (; line + kLinesAtOnce <= whole; line += kLinesAtOnce) add_lines<kLinesAtOnce, true>(head, step, ahead, weights, line);
+    for (; line + kLinesAtOnce <= whole; line += kLinesAtOnce)
+      add_lines<kLinesAtOnce, true>(head, step, ahead, weights, line);
     for (; line < whole; ++line) add_lines<1, true>(head, step, ahead, weights, line);
     if (line < lines_vo_) add_lines<1, false>(head, step, ahead, weights, line);
   }

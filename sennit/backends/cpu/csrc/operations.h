@@ -1,7 +1,7 @@
 // The operations of expression graphs (sennit/variants/nodes.py) on W lanes.
 //
-// A lane's value is kept as one of four types, whatever its dtype: bools (0 or -1) and integers of up to 32 bits as int32,
-// int64, float32 (float16 and bfloat16 too, rounded after every operation), and float64.
+// A lane's value is kept as one of four types, whatever its dtype: bools (0 or -1) and integers of up to 32 bits as
+// int32, int64, float32 (float16 and bfloat16 too, rounded after every operation), and float64.
 #pragma once
 
 #include "element.h"
@@ -19,7 +19,8 @@ using LaneOf = std::remove_cvref_t<decltype(Vector{}[0])>;
 template <class Vector>
 constexpr bool kIsFloat = std::is_floating_point_v<LaneOf<Vector>>;
 template <class Vector>
-constexpr bool kIsWide = sizeof(Vector) > kVectorBytes;  // two registers: compilers do worse with whole-vector operators
+constexpr bool kIsWide =
+    sizeof(Vector) > kVectorBytes;  // two registers: compilers do worse with whole-vector operators
 template <class Vector>
 using UnsignedOf = std::conditional_t<kIsWide<Vector>, u64x, u32x>;
 
@@ -248,7 +249,8 @@ static SENNIT_INLINE f32x rounded_to(f32x x) {
 
 // Elements of captured tensors.
 
-// How far from its first element an index along a dimension leads: negative ones count from the end, and all are clamped.
+// How far from its first element an index along a dimension leads: negative ones count from the end, and all are
+// clamped.
 template <class Vector>
 static SENNIT_INLINE i64x offset(Vector index, const GraphCapture& capture, int dimension) {
   const int64_t size = capture.sizes[dimension], stride = capture.strides[dimension];

@@ -1,8 +1,8 @@
 // Products of a wide tile on vector registers: queries in lanes, keys and values as operands that are broadcast.
 //
-// Lanes hold 32-bit units along the dimension that is summed: one float, or a pair of bf16 for machines with dot products
-// of pairs. Scores are K Q^T and outputs V^T P^T, so that maxima, sums and rescaling are vertical, and keys of the unit's
-// type are read in place, in the order in which they lie.
+// Lanes hold 32-bit units along the dimension that is summed: one float, or a pair of bf16 for machines with dot
+// products of pairs. Scores are K Q^T and outputs V^T P^T, so that maxima, sums and rescaling are vertical, and keys of
+// the unit's type are read in place, in the order in which they lie.
 #pragma once
 
 #include "keys.h"
@@ -33,8 +33,8 @@ struct PairUnits {
 
 // Vectors of rows of a panel, V in what follows: by the number of registers, or one where there are few rows.
 constexpr int kMostVectors = W == 8 ? 2 : 4;
-constexpr int kTileKeys = 4;                   // keys, or columns of values, of a register tile
-constexpr int kColumns = 16;                   // columns of values that are packed together
+constexpr int kTileKeys = 4;  // keys, or columns of values, of a register tile
+constexpr int kColumns = 16;  // columns of values that are packed together
 
 // W units of a row in their order: floats, or pairs of bf16.
 template <class T>
@@ -68,7 +68,9 @@ static void pack_queries(uint32_t* packed, const Q* const* rows, int count, int 
       const int left = dim - unit * kUnit;
       u32x block[W];
       if (whole && left >= W * kUnit) {
-        unroll<W>([&](auto i) SENNIT_LAMBDA { block[i] = load_units(q[i] + unit * kUnit, std::integral_constant<int, kUnit>{}); });
+        unroll<W>([&](auto i) SENNIT_LAMBDA {
+          block[i] = load_units(q[i] + unit * kUnit, std::integral_constant<int, kUnit>{});
+        });
       } else {
         for (int i = 0; i < W; ++i)
           block[i] = vector * W + i < count
@@ -97,9 +99,7 @@ static void multiply_keys(const uint32_t* queries, const uint32_t* const* keys, 
       unroll<kTileKeys>([&](auto m) SENNIT_LAMBDA {
         uint32_t value;
         std::memcpy(&value, a[m] + unit, 4);
-        unroll<V>([&](auto j) SENNIT_LAMBDA {
-          sums[m * V + j] = Units::multiply_add(sums[m * V + j], value, b[j]);
-        });
+        unroll<V>([&](auto j) SENNIT_LAMBDA { sums[m * V + j] = Units::multiply_add(sums[m * V + j], value, b[j]); });
       });
     }
     unroll<kTileKeys * V>([&](auto i) SENNIT_LAMBDA { store(scores + (key * V + i) * W, sums[i]); });
@@ -120,9 +120,7 @@ static void multiply_values(const uint32_t* values, int64_t stride, const uint32
       u32x b[V];
       unroll<V>([&](auto j) SENNIT_LAMBDA { b[j] = load(weights + (unit * V + j) * W); });
       unroll<kTileKeys>([&](auto m) SENNIT_LAMBDA {
-        unroll<V>([&](auto j) SENNIT_LAMBDA {
-          sums[m * V + j] = Units::multiply_add(sums[m * V + j], a[m], b[j]);
-        });
+        unroll<V>([&](auto j) SENNIT_LAMBDA { sums[m * V + j] = Units::multiply_add(sums[m * V + j], a[m], b[j]); });
       });
     }
     unroll<kTileKeys * V>([&](auto i) SENNIT_LAMBDA { store(at + i * W, sums[i]); });
@@ -136,23 +134,19 @@ struct VectorProducts {
   static constexpr int kUnit = Units::kSize;
   static constexpr int kKeyRound = kTileKeys;  // scores are computed for multiples of so many keys
   static constexpr int kBlockKeys = 128;
-  static constexpr int kScoreKeys = 64;        // so that they and a panel's queries stay in the first-level cache
+  static constexpr int kScoreKeys = 64;  // so that they and a panel's queries stay in the first-level cache
   static constexpr bool kInPlace = std::is_same_v<T, float> || kUnit == 2;
 
   int dim_qk, dim_vo;
-  int units, columns;         // of queries and keys, and of values, padding included
-  uint32_t* staged_keys;      // [kBlockKeys, units]
-  uint32_t* packed_values;    // [columns / kColumns][kBlockKeys / kUnit][kColumns]
+  int units, columns;       // of queries and keys, and of values, padding included
+  uint32_t* staged_keys;    // [kBlockKeys, units]
+  uint32_t* packed_values;  // [columns / kColumns][kBlockKeys / kUnit][kColumns]
   const uint32_t* rows[kBlockKeys];
 
   VectorProducts(int dim_qk, int dim_vo)
       : dim_qk(dim_qk), dim_vo(dim_vo), units((dim_qk + kUnit - 1) / kUnit),
         columns((dim_vo + kColumns - 1) / kColumns * kColumns) {}
 
-  size_t bytes() const {
-    return Scratch::bytes_of<uint32_t>(size_t(kBlockKeys) * (units + W)) +
-           Scratch::bytes_of<uint32_t>(size_t(columns) * kBlockKeys / kUnit);
-  }
   void place(Scratch& scratch) {
     staged_keys = scratch.take<uint32_t>(size_t(kBlockKeys) * (units + W));
     packed_values = scratch.take<uint32_t>(size_t(columns) * kBlockKeys / kUnit);
@@ -171,7 +165,8 @@ struct VectorProducts {
       uint32_t* to = staged_keys + int64_t(key) * units;
       rows[key] = to;
       for (int unit = 0; unit < units; unit += W)  // the last store may pass the row's end; the next row comes later
-        store(to + unit, load_units(k[key] + unit * kUnit, dim_qk - unit * kUnit, std::integral_constant<int, kUnit>{}));
+        store(to + unit,
+              load_units(k[key] + unit * kUnit, dim_qk - unit * kUnit, std::integral_constant<int, kUnit>{}));
     }
     constexpr int64_t kStride = kBlockKeys / kUnit;
     for (int key = 0; key < round; key += kUnit) {
@@ -192,7 +187,7 @@ struct VectorProducts {
   // Adds the block's values from number `begin` on times their weights to a panel's outputs.
   void accumulate(const uint32_t* weights, int begin, int count, float* outputs) const {
     multiply_values<Units, V>(packed_values + begin / kUnit * kColumns, kBlockKeys / kUnit,
-                           weights + begin / kUnit * (V * W), count / kUnit, columns, outputs);
+                              weights + begin / kUnit * (V * W), count / kUnit, columns, outputs);
   }
 
  private:

@@ -32,12 +32,12 @@ typedef int32_t i32x __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t u32x __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t u16x __attribute__((vector_size(kVectorBytes / 2)));
 
-// Calls `body` with the constants 0 to N-1: arrays indexed by them stay in registers, which unrolling loops does not ensure.
+// Calls `body` with the constants 0 to N-1: arrays indexed by them stay in registers, which unrolling loops does not
+// ensure.
 template <int N, class Body>
 static SENNIT_INLINE void unroll(Body&& body) {
-  [&]<int... I>(std::integer_sequence<int, I...>) SENNIT_LAMBDA {
-    (body(std::integral_constant<int, I>{}), ...);
-  }(std::make_integer_sequence<int, N>{});
+  [&]<int... I>(std::integer_sequence<int, I...>)
+      SENNIT_LAMBDA { (body(std::integral_constant<int, I>{}), ...); }(std::make_integer_sequence<int, N>{});
 }
 
 template <class Vector>
@@ -93,9 +93,8 @@ static SENNIT_INLINE Vector shuffle(Vector a, Vector b) {
 // The same, place i being Place::at(i).
 template <class Place, class Vector>
 static SENNIT_INLINE Vector shuffle_by(Vector a, Vector b) {
-  return [&]<int... I>(std::integer_sequence<int, I...>) SENNIT_LAMBDA {
-    return shuffle<Vector, Place::at(I)...>(a, b);
-  }(std::make_integer_sequence<int, W>{});
+  return [&]<int... I>(std::integer_sequence<int, I...>)
+             SENNIT_LAMBDA { return shuffle<Vector, Place::at(I)...>(a, b); }(std::make_integer_sequence<int, W>{});
 }
 
 namespace places {

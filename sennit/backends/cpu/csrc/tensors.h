@@ -62,7 +62,8 @@ template <class T>
 static Pool<T> pool(const Tensor* tensor) {
   const int64_t* strides = tensor->strides;
   const T* data = Arguments::data_of<T>(tensor);
-  return tensor->ndim == 4 ? Pool<T>{data, strides[0], strides[1], strides[2]} : Pool<T>{data, 0, strides[0], strides[1]};
+  return tensor->ndim == 4 ? Pool<T>{data, strides[0], strides[1], strides[2]}
+                           : Pool<T>{data, 0, strides[0], strides[1]};
 }
 
 // What tvm-ffi calls: runs a function, and reports what it throws.
@@ -80,7 +81,7 @@ static int call(const TVMFFIAny* values, int32_t count) {
 
 }  // namespace sennit
 
-#define SENNIT_EXPORT(function)                                                                               \
+#define SENNIT_EXPORT(function)                                                                                       \
   extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##function(void*, const TVMFFIAny* values, int32_t count, TVMFFIAny*) { \
-    return sennit::call<sennit::function>(values, count);                                                     \
+    return sennit::call<sennit::function>(values, count);                                                             \
   }

@@ -29,7 +29,8 @@ class Wide {
   static void run(const Launch<Q, T>& launch, const Item& item, Scratch& scratch) {
     const Segment& segment = launch.plan.segments[item.segment];
     Wide wide(launch, segment, item);
-    wide.place(scratch);
+    scratch.arrange([&](Scratch& memory) { wide.place(memory); });
+    std::memset(wide.zeros_, 0, wide.zero_count() * sizeof(T));
     wide.products_.begin();
     for (int head = item.head_start; head < item.head_start + item.num_heads; ++head) wide.run_head(head);
     wide.products_.end();
@@ -48,10 +49,12 @@ class Wide {
   const BlockList blocks_;
   Products products_;
   Panel* panels_;
+  uint32_t* queries_;  // [panels, units, kPanelRows]
+  float* outputs_;     // [panels, columns, kPanelRows]
   KeyBlock<T, kKeys>* block_;
   KeyBlock<T, kKeys>* next_block_;
-  float* scores_;       // [kScoreKeys, kPanelRows]
-  uint32_t* weights_;   // [kKeys / kUnit, kPanelRows]
+  float* scores_;      // [kScoreKeys, kPanelRows]
+  uint32_t* weights_;  // [kKeys / kUnit, kPanelRows]
   int32_t* keys_;      // [kKeys]
   int32_t* positions_;
   const T** k_;  // rows of the head, of this block and of the next
@@ -66,38 +69,32 @@ class Wide {
       : launch_(launch), segment_(segment), item_(item), exact_len_(launch.exact_len(segment)),
         tree_(key_tree(launch, segment, exact_len_)), transforms_(launch.transforms()),
         scale_(transforms_ ? 1.f : float(std::abs(launch.sm_scale) * kLog2E)),
-        num_panels_((item.num_rows + kPanelRows - 1) / kPanelRows), fetches_((kUnit + num_panels_ - 1) / num_panels_), blocks_(item, exact_len_, kKeys), products_(launch.dim_qk, launch.dim_vo) {}
+        num_panels_((item.num_rows + kPanelRows - 1) / kPanelRows), fetches_((kUnit + num_panels_ - 1) / num_panels_),
+        blocks_(item, exact_len_, kKeys), products_(launch.dim_qk, launch.dim_vo) {}
 
   size_t zero_count() const { return std::max(launch_.dim_qk, launch_.dim_vo) + 64; }
 
+  size_t queries_count() const { return size_t(products_.units) * kPanelRows; }
+  size_t outputs_count() const { return size_t(products_.columns) * kPanelRows; }
+
   void place(Scratch& scratch) {
-    const size_t queries = size_t(products_.units) * kPanelRows, outputs = size_t(products_.columns) * kPanelRows;
-    scratch.reserve(products_.bytes() + Scratch::bytes_of<Panel>(num_panels_) +
-                    num_panels_ * (Scratch::bytes_of<uint32_t>(queries) + Scratch::bytes_of<float>(outputs)) +
-                    2 * Scratch::bytes_of<KeyBlock<T, kKeys>>(1) + Scratch::bytes_of<float>(kScoreKeys * kPanelRows) +
-                    Scratch::bytes_of<uint32_t>(kKeys / kUnit * kPanelRows) +
-                    2 * Scratch::bytes_of<int32_t>(kKeys) + 4 * Scratch::bytes_of<T*>(kKeys) +
-                    Scratch::bytes_of<T>(zero_count()) + Scratch::bytes_of<float>(size_t(products_.columns) * W));
     products_.place(scratch);
     panels_ = scratch.take<Panel>(num_panels_);
-    for (int i = 0; i < num_panels_; ++i) {
-      panels_[i].queries = scratch.take<uint32_t>(queries);
-      panels_[i].outputs = scratch.take<float>(outputs);
-    }
+    queries_ = scratch.take<uint32_t>(num_panels_ * queries_count());
+    outputs_ = scratch.take<float>(num_panels_ * outputs_count());
     block_ = scratch.take<KeyBlock<T, kKeys>>(1);
     next_block_ = scratch.take<KeyBlock<T, kKeys>>(1);
+    for (const T*** rows : {&k_, &v_, &next_k_, &next_v_}) *rows = scratch.take<const T*>(kKeys);
     scores_ = scratch.take<float>(kScoreKeys * kPanelRows);
     weights_ = scratch.take<uint32_t>(kKeys / kUnit * kPanelRows);
     keys_ = scratch.take<int32_t>(kKeys);
     positions_ = scratch.take<int32_t>(kKeys);
-    for (const T*** rows : {&k_, &v_, &next_k_, &next_v_}) *rows = scratch.take<const T*>(kKeys);
     zeros_ = scratch.take<T>(zero_count());
     row_ = scratch.take<float>(size_t(products_.columns) * W);
-    std::memset(zeros_, 0, zero_count() * sizeof(T));
   }
 
   void run_head(int head) {
-    for (int i = 0; i < num_panels_; ++i) begin_panel(panels_[i], i * kPanelRows, head);
+    for (int i = 0; i < num_panels_; ++i) begin_panel(i, head);
     take_block(head, 0);
     for (int number = 0; number < blocks_.count; ++number) {
       std::swap(k_, next_k_);
@@ -123,15 +120,19 @@ class Wide {
     next_count_ = count;
   }
 
-  void begin_panel(Panel& panel, int first_row, int head) {
+  void begin_panel(int index, int head) {
+    Panel& panel = panels_[index];
+    const int first_row = index * kPanelRows;
+    panel.queries = queries_ + index * queries_count();
+    panel.outputs = outputs_ + index * outputs_count();
     panel.count = std::min(kPanelRows, item_.num_rows - first_row);
-    describe_rows(panel.rows, launch_, segment_, tree_, exact_len_, item_.row_start + first_row, panel.count, kPanelRows,
-                  head);
+    describe_rows(panel.rows, launch_, segment_, tree_, exact_len_, item_.row_start + first_row, panel.count,
+                  kPanelRows, head);
     const Q* rows[kPanelRows];
     for (int lane = 0; lane < panel.count; ++lane)
       rows[lane] = launch_.q.at(int64_t(segment_.q_start) + panel.rows.token[lane], panel.rows.head[lane]);
     pack_queries<kUnit, kVectors>(panel.queries, rows, panel.count, launch_.dim_qk, products_.units,
-                        !transforms_ && launch_.sm_scale < 0);
+                                  !transforms_ && launch_.sm_scale < 0);
     std::memset(panel.outputs, 0, sizeof(float) * products_.columns * kPanelRows);
     for (int j = 0; j < kVectors; ++j) {
       panel.base[j] = splat(-kInfinity);
@@ -139,7 +140,9 @@ class Wide {
     }
   }
 
-  static int rounded(int count) { return (count + Products::kKeyRound - 1) / Products::kKeyRound * Products::kKeyRound; }
+  static int rounded(int count) {
+    return (count + Products::kKeyRound - 1) / Products::kKeyRound * Products::kKeyRound;
+  }
 
   // A block's keys for one panel. Scores and weights are computed for some keys at a time, so that scores stay in the
   // first-level cache, and outputs for as many as possible, since they do not.
@@ -166,8 +169,7 @@ class Wide {
 
   // Of keys from number `begin` of the block on.
   void change_logits(const Panel& panel, int begin, int count) {
-    for (int i = 0; i < count; ++i)
-      keys_[i] = block_->k[begin + i] == zeros_ ? INT32_MAX : block_->first + begin + i;
+    for (int i = 0; i < count; ++i) keys_[i] = block_->k[begin + i] == zeros_ ? INT32_MAX : block_->first + begin + i;
     const LogitChange<kPanelRows, Q, T> change{launch_, segment_, tree_, panel.rows};
     const LogitBlock block{scores_, count, kVectors, false, keys_};
     if (transforms_) change.transform(block, positions_);
@@ -180,7 +182,8 @@ class Wide {
     f32x found[kVectors];
     unroll<kVectors>([&](auto j) SENNIT_LAMBDA { found[j] = load(scores + j * W); });
     for (int key = 1; key < count; ++key)
-      unroll<kVectors>([&](auto j) SENNIT_LAMBDA { found[j] = max(found[j], load(scores + (key * kVectors + j) * W)); });
+      unroll<kVectors>([&](auto j)
+                           SENNIT_LAMBDA { found[j] = max(found[j], load(scores + (key * kVectors + j) * W)); });
     i32x exceeds = {};
     unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
       most[j] = found[j] * scale_;
@@ -251,7 +254,8 @@ class Wide {
     for (int vector = 0; vector * W < panel.count; ++vector) {
       for (int d = 0; d < columns; d += W) {
         f32x block[W];
-        unroll<W>([&](auto i) SENNIT_LAMBDA { block[i] = load(panel.outputs + (int64_t(d + i) * kVectors + vector) * W); });
+        unroll<W>([&](auto i)
+                      SENNIT_LAMBDA { block[i] = load(panel.outputs + (int64_t(d + i) * kVectors + vector) * W); });
         transpose(block);
         unroll<W>([&](auto i) SENNIT_LAMBDA { store(row_ + int64_t(i) * columns + d, block[i]); });
       }
