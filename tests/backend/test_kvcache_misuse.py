@@ -14,6 +14,7 @@ from kvcache_twin import SCALE, Twin, assert_same_state, attend_all, gqa_spec, h
 from sennit.attention import BatchAttention
 from sennit.cache import pages, sequences, tables
 from sennit.cache.layout import StorageLayout
+from sennit.cache.memory import allocate
 from sennit.errors import InvalidInput, StepClosed, StepOpen, UnknownSequence
 from sennit.kvcache import KVCache
 
@@ -276,13 +277,11 @@ def test_other_failures_of_a_device_are_not_taken_for_a_lack_of_memory(monkeypat
     def broken(*args, **kwargs):
         raise RuntimeError("device fault")
 
-    monkeypatch.setattr("sennit.cache.storage.torch.empty", broken)
-    from sennit.cache.storage import _allocate
-
+    monkeypatch.setattr("sennit.cache.memory.torch.empty", broken)
     with pytest.raises(RuntimeError, match="device fault"):
-        _allocate(8, torch.device("cuda", 0))
+        allocate(8, torch.device("cuda", 0))
     with pytest.raises(MemoryError):
-        _allocate(8, torch.device("cpu"))
+        allocate(8, torch.device("cpu"))
 
 
 def test_too_many_tokens_are_not_blamed_on_the_page_size():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from solving import attention_for, each_backend
 
 import sennit
 from sennit.check.problems import make_problem
@@ -13,9 +14,9 @@ from sennit.check.problems import make_problem
 SPEC = sennit.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 
 
-def planned(kv_lens, q_lens, page_size=4, seed=0):
-    problem = make_problem(np.random.default_rng(seed), SPEC, q_lens, kv_lens, page_size=page_size)
-    attn = sennit.BatchAttention(SPEC, page_size=page_size, device="cpu")
+def planned(kv_lens, q_lens, backend="auto", device="cpu", seed=0):
+    problem = make_problem(np.random.default_rng(seed), SPEC, q_lens, kv_lens, page_size=4, device=device)
+    attn = attention_for(problem, backend)
     return problem, attn, attn.plan(problem.batch)
 
 
@@ -24,10 +25,11 @@ def tensors(plan):
     return t.host, t.device, t.page_table, t.stamp, t.kv_lens
 
 
-def test_attend_passes_opcheck():
-    problem, _, plan = planned([9, 5], [3, 1])
-    out = torch.empty(4, 4, 8)
-    lse = torch.empty(4, 4)
+@each_backend
+def test_attend_passes_opcheck(backend, device):
+    problem, _, plan = planned([9, 5], [3, 1], backend, device)
+    out = torch.empty(4, 4, 8, device=device)
+    lse = torch.empty(4, 4, device=device)
     arguments = (plan.key, problem.q, *problem.kv, out, lse, *tensors(plan), None, None, None, [], 0.3, False)
     torch.library.opcheck(torch.ops.sennit.attend.default, arguments)
 
@@ -44,9 +46,11 @@ def test_attend_passes_opcheck_with_every_optional_tensor():
     torch.library.opcheck(torch.ops.sennit.attend.default, arguments)
 
 
-def test_append_passes_opcheck():
-    problem, _, plan = planned([9, 5], [3, 1])
-    arguments = (plan.key, torch.randn(4, 2, 8), torch.randn(4, 2, 8), *problem.kv, *tensors(plan), None)
+@each_backend
+def test_append_passes_opcheck(backend, device):
+    problem, _, plan = planned([9, 5], [3, 1], backend, device)
+    rows = [torch.randn(4, 2, 8, device=device) for _ in range(2)]
+    arguments = (plan.key, *rows, *problem.kv, *tensors(plan), None)
     torch.library.opcheck(torch.ops.sennit.append.default, arguments)
 
 
@@ -79,17 +83,18 @@ class TwoLayers(torch.nn.Module):
         return x
 
 
-def pools_for(plan, interleaved):
+def new_pools(interleaved, device):
     def pool():
         if interleaved:
-            return torch.zeros(128, 2, 4, 2, 8)
-        return torch.zeros(128, 4, 2, 8), torch.zeros(128, 4, 2, 8)
+            return torch.zeros(128, 2, 4, 2, 8, device=device)
+        return torch.zeros(128, 4, 2, 8, device=device), torch.zeros(128, 4, 2, 8, device=device)
 
     return [pool() for _ in range(2)]
 
 
+@each_backend
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_a_compiled_model_equals_eager_over_many_steps_without_recompiling(interleaved):
+def test_a_compiled_model_equals_eager_over_many_steps_without_recompiling(interleaved, backend, device):
     torch.manual_seed(0)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -100,19 +105,22 @@ def test_a_compiled_model_equals_eager_over_many_steps_without_recompiling(inter
         ([40] * 7, [2] * 7),
         ([64, 64], [1, 64]),
     ]
+    frames, keys = [], set()
     with torch.inference_mode():
-        _, attn, _ = planned([1], [1])
-        model = TwoLayers(attn)
+        _, attn, _ = planned([1], [1], backend, device)
+        model = TwoLayers(attn).to(device)
         compiled = torch.compile(model, fullgraph=True, backend=counter)
-        frames = []
-        for seed, (kv_lens, q_lens) in enumerate(batches):
-            _, _, plan = planned(kv_lens, q_lens, seed=seed)
-            x = torch.randn(sum(q_lens), 16)
-            eager_pools, compiled_pools = pools_for(plan, interleaved), pools_for(plan, interleaved)
+        for seed, (kv_lens, q_lens) in enumerate(batches * 2):
+            _, _, plan = planned(kv_lens, q_lens, backend, device, seed)
+            x = torch.randn(sum(q_lens), 16, device=device)
+            eager_pools, compiled_pools = new_pools(interleaved, device), new_pools(interleaved, device)
             expected = model(x, plan, eager_pools)
             torch.testing.assert_close(compiled(x, plan, compiled_pools), expected)
             for got, wanted in zip(compiled_pools, eager_pools, strict=True):
                 torch.testing.assert_close(got, wanted)
             frames.append(counter.frame_count)
-    # PyTorch compiles for the first sizes, and once more for any size when others come.
-    assert frames == [1, 2, 2, 2, 2]
+            keys.add(plan.key)
+    # PyTorch compiles for the first sizes, once more for any size when others come, and for each further configuration
+    # of the backend that plans take.
+    assert frames[0] == 1
+    assert set(frames[len(batches) - 1 :]) == {1 + len(keys)}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from solving import each_backend_and_dtype
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
@@ -132,10 +133,10 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("eager_flex")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@each_backend_and_dtype(torch.float32, torch.float64)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("case", CASES)
-def test_traced_functions_give_what_flex_attention_gives(case, causal, dtype):
+def test_traced_functions_give_what_flex_attention_gives(case, causal, dtype, backend, device):
     make, captures = CASES[case]
     # The tensors that a function closes over while it is traced are not those of the run.
     score_mod, mask_mod = make(
@@ -148,9 +149,15 @@ def test_traced_functions_give_what_flex_attention_gives(case, causal, dtype):
     score_mod, mask_mod = make(**captures)
     masks = [mask for mask in (mask_mod, variants.causal if causal else None) if mask is not None]
     dense = Dense(problem, score_mod, masks)
-    for backend in ("reference", "reference-items"):
-        attn = sennit.BatchAttention(spec, page_size=4, device="cpu", backend=backend)
-        plan = attn.plan(problem.batch, causal=causal)
-        out, lse = attn.run(plan, problem.q, problem.kv, sm_scale=problem.sm_scale, return_lse=True, captures=captures)
-        comparison = compare(dense, out, lse)
-        assert comparison.passed, f"{backend}: {comparison}"
+    attn = sennit.BatchAttention(spec, page_size=4, device=device, backend=backend)
+    plan = attn.plan(problem.batch, causal=causal)
+    out, lse = attn.run(
+        plan,
+        problem.q.to(device),
+        tuple(pool.to(device) for pool in problem.kv),
+        sm_scale=problem.sm_scale,
+        return_lse=True,
+        captures={name: tensor.to(device) for name, tensor in captures.items()},
+    )
+    comparison = compare(dense, out.cpu(), lse.cpu())
+    assert comparison.passed, comparison
