@@ -26,7 +26,7 @@ __all__ = ["Case", "Outcome", "Target", "cases"]
 
 EPISODE = 200  # random operations of one case
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (33, 7))
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ def _shapes(target: Target) -> Iterator[Case]:
     for dtype in DTYPES:
         spec = AttentionSpec.mla(num_qo_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, dtype=dtype)
         yield _case(f"latent/{_short(dtype)}", target, spec, [9, 1, 3], [40, 65, 2], page_size=8)
+    for dtype in DTYPES:  # tiles of every height
+        yield _case(f"tiles/{_short(dtype)}", target, _heads(4, 96, dtype=dtype), [300, 65, 21, 1], [700, 65, 130, 900])
     unusual: dict[str, tuple[list[int], list[int]]] = {
         "empty": ([], []),
         "no-rows": ([0, 0], [5, 0]),

@@ -158,7 +158,7 @@ def _run_case(case: Case, tally: Tally) -> str:
         outcome: Outcome = case.run()
     except UnsupportedFeature as error:
         tally.skipped += 1
-        tally.reasons.add(str(error))
+        tally.reasons.add(error.reason)
         return ""
     except Exception as error:  # whatever a backend raises is a failure of that case, not the end of the test
         tally.failed += 1

@@ -11,8 +11,6 @@ import torch
 import sennit
 from sennit.check.compare import compare
 from sennit.check.problems import Problem
-from sennit.errors import BuildUnavailable
-from sennit.jit import find_toolchain
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,12 +37,7 @@ def _forms(backend: str) -> dict[str, list[pytest.MarkDecorator]]:
     """How a backend is run, and the marks of each: the CPU backend also with wide tiles wherever there can be some."""
     if backend != "cpu":
         return {backend: []}
-    try:
-        find_toolchain()
-        missing = []
-    except BuildUnavailable as error:
-        missing = [pytest.mark.skip(reason=str(error))]
-    return {"cpu": missing, "cpu-wide": [*missing, pytest.mark.wide_tiles]}
+    return {"cpu": [pytest.mark.compiler], "cpu-wide": [pytest.mark.compiler, pytest.mark.wide_tiles]}
 
 
 each_backend = pytest.mark.parametrize(("backend", "device"), list(_params()))

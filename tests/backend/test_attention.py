@@ -39,6 +39,7 @@ PAIRS = {
 MIXED = {"float32-of-float16": PAIRS.pop("float32-of-float16")}
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_backend_does_not_take_it_refuses_with_the_reason(backend):
     for dtype in set(DTYPES) - set(COMPUTES[backend]):
@@ -51,6 +52,7 @@ def test_what_a_backend_does_not_take_it_refuses_with_the_reason(backend):
         assert f"not on {device}" in support.reason
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_by_itself_a_cpu_takes_its_own_backend_and_for_float64_the_reference(dtype):
     attn = sennit.BatchAttention(gqa(2, 16, dtype=dtype), page_size=4, device="cpu")

@@ -553,7 +553,10 @@ def random_case(rng: np.random.Generator) -> Case:
     return Case(trace(score_mod, "score"), trace(mask_mod, "mask"), CAPTURED)
 
 
-@pytest.mark.parametrize(("seed", "count"), [(0, 12), pytest.param(1, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(0, 12), pytest.param(1, 60, marks=pytest.mark.slow), pytest.param(2, 200, marks=pytest.mark.thorough)],
+)
 def test_random_functions_give_what_the_reference_evaluator_gives(seed, count):
     rng = np.random.default_rng(seed)
     cases = [random_case(rng) for _ in range(count)]
@@ -592,16 +595,14 @@ SANITIZED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("surroundings", "chosen"),
     [
-        ({"SENNIT_CPU_ISA": "avx2"}, "test"),
-        ({"SENNIT_CPU_ISA": "generic"}, "test"),
-        ({"CXX": "clang++"}, "test"),
-        (SANITIZED, "users or never_faults or random"),
+        pytest.param({"SENNIT_CPU_ISA": "avx2"}, "test", marks=pytest.mark.slow, id="avx2"),
+        pytest.param({"SENNIT_CPU_ISA": "generic"}, "test", marks=pytest.mark.thorough, id="generic"),
+        pytest.param({"CXX": "clang++"}, "test", marks=pytest.mark.thorough, id="clang"),
+        pytest.param(SANITIZED, "users or never_faults or random", marks=pytest.mark.slow, id="sanitizers"),
     ],
-    ids=["avx2", "generic", "clang", "sanitizers"],
 )
 def test_other_instructions_compilers_and_sanitizers_agree(surroundings, chosen):
     """The fast tests above, in a process of their own."""

@@ -24,8 +24,8 @@ def test_names_are_unique_and_cover_what_is_promised():
     assert len(set(names)) == len(names)
     groups = {name.partition("/")[0] for name in names}
     assert groups == {
-        "dims", "groups", "latent", "lengths", "pages", "packed", "splits", "masks", "functions", "append", "cache",
-        "random", "operations",
+        "dims", "groups", "latent", "tiles", "lengths", "pages", "packed", "splits", "masks", "functions", "append",
+        "cache", "random", "operations",
     }  # fmt: skip
     assert names[-3:] == ["operations/0", "operations/1", "operations/2"]
 
@@ -85,6 +85,7 @@ def test_a_right_backend_ends_with_exit_code_0(sennit):
     assert "reference on cpu: 14 of 14 cases right" in result.stdout
 
 
+@pytest.mark.compiler
 def test_without_a_name_every_backend_that_can_run_here_is_checked(sennit, add_backend):
     add_backend("absent", "faulty_backends:ABSENT")
     result = json.loads(sennit("check", "--device", "cpu", "--only", "lengths/empty", "--json").stdout)
