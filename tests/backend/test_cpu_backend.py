@@ -101,7 +101,7 @@ def test_every_instruction_set_of_this_machine_gives_right_results(isa):
     check("--random", "60", "--operations", "400")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_sanitizers_find_nothing():
     """Overruns, use after free, misaligned or null pointers and undefined arithmetic end the process."""
     compiler = find_toolchain()
