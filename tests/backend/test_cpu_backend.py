@@ -89,14 +89,8 @@ def isa(request, monkeypatch):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(
-    "isa",
-    [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("avx512_bf16", "generic")),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("amx", "avx512", "avx2", "neon")),
-    ],
-    indirect=True,
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx512", "avx2", "neon", "generic"], indirect=True)
 def test_every_instruction_set_of_this_machine_gives_right_results(isa):
     check("--random", "60", "--operations", "400")
 

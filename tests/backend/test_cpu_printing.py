@@ -595,13 +595,14 @@ SANITIZED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("surroundings", "chosen"),
     [
-        pytest.param({"SENNIT_CPU_ISA": "avx2"}, "test", marks=pytest.mark.slow, id="avx2"),
-        pytest.param({"SENNIT_CPU_ISA": "generic"}, "test", marks=pytest.mark.thorough, id="generic"),
-        pytest.param({"CXX": "clang++"}, "test", marks=pytest.mark.thorough, id="clang"),
-        pytest.param(SANITIZED, "users or never_faults or random", marks=pytest.mark.slow, id="sanitizers"),
+        pytest.param({"SENNIT_CPU_ISA": "avx2"}, "test", id="avx2"),
+        pytest.param({"SENNIT_CPU_ISA": "generic"}, "test", id="generic"),
+        pytest.param({"CXX": "clang++"}, "test", id="clang"),
+        pytest.param(SANITIZED, "users or never_faults or random", id="sanitizers"),
     ],
 )
 def test_other_instructions_compilers_and_sanitizers_agree(surroundings, chosen):
