@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 
 #include "element.h"
 #include "graph.h"
@@ -11,7 +10,6 @@ namespace sennit {
 
 constexpr int kRowWidth = 12;  // int32 words of an item, a merge and a segment
 constexpr int kNoLimit = INT32_MAX;
-constexpr double kLeastFactor = 1e-30, kMostFactor = 1e3;
 
 struct Segment {
   int32_t request, q_start, q_len, kv_start, kv_len, key_offset, causal, tree_len, tree_at, mask_at, unused[2];
@@ -87,12 +85,8 @@ struct Launch {
 
   int exact_len(const Segment& s) const { return kv_lens ? std::min(kv_lens[s.request], s.kv_len) : s.kv_len; }
 
-  // Whether logits are more than products times a factor that the exponential takes in. It takes none near zero, since
-  // -inf times zero is NaN, and no large one, since products that are not rounded may exceed the rounded largest by far.
-  bool transforms() const {
-    const double factor = std::abs(sm_scale);
-    return soft_cap != 0 || alibi_slopes || graph || factor < kLeastFactor || factor > kMostFactor;
-  }
+  // Whether logits are more than products times a factor that is not zero (-inf times zero is NaN).
+  bool transforms() const { return soft_cap != 0 || alibi_slopes || graph || sm_scale == 0; }
 };
 
 }  // namespace sennit
