@@ -125,8 +125,8 @@ def assert_mixed_right(specs, backend, device):
 
 
 @each_backend_and_dtype(*FLOATS)
-@pytest.mark.parametrize("sm_scale", [-0.3, 0.0, -0.0, 1e-6, 1e-42, 1e3, -1e3])
-def test_any_scale_matches_the_oracle_up_to_logits_of_ten_thousand(sm_scale, dtype, backend, device):
+@pytest.mark.parametrize("sm_scale", [-0.3, 0.0, -0.0, 1e-6, 1e-42, 1e-60, 1e3, -1e3, 1e12, -1e12])
+def test_any_scale_matches_the_oracle(sm_scale, dtype, backend, device):
     spec = gqa(3, 40, dtype=dtype)
     for fields in ({}, {"logits_soft_cap": 9.0, "alibi": True}):
         rng = np.random.default_rng(3)
@@ -171,7 +171,7 @@ def test_random_hostile_batches_are_right_and_items_equal_direct_execution(devic
 def test_random_hostile_batches_are_right_split_and_whole(dtype, backend, device):
     """Without users' functions, each of which the CPU backend compiles."""
     rng = np.random.default_rng(3)
-    for _ in range(60):
+    for _ in range(40):
         problem = random_problem(rng, dtype=dtype, device=device)
         if problem.spec.score_mod is None and problem.spec.mask_mod is None:
             assert_right(problem, backend)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "element.h"
 #include "graph.h"
@@ -10,6 +11,7 @@ namespace sennit {
 
 constexpr int kRowWidth = 12;  // int32 words of an item, a merge and a segment
 constexpr int kNoLimit = INT32_MAX;
+constexpr double kLeastScale = 1e-30;
 
 struct Segment {
   int32_t request, q_start, q_len, kv_start, kv_len, key_offset, causal, tree_len, tree_at, mask_at, unused[2];
@@ -85,8 +87,8 @@ struct Launch {
 
   int exact_len(const Segment& s) const { return kv_lens ? std::min(kv_lens[s.request], s.kv_len) : s.kv_len; }
 
-  // Whether logits are more than products times a factor that is not zero (-inf times zero is NaN).
-  bool transforms() const { return soft_cap != 0 || alibi_slopes || graph || sm_scale == 0; }
+  // Whether logits are more than products times a factor that is not next to zero (-inf times zero is NaN).
+  bool transforms() const { return soft_cap != 0 || alibi_slopes || graph || std::abs(sm_scale) < kLeastScale; }
 };
 
 }  // namespace sennit

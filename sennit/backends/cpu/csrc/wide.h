@@ -10,7 +10,8 @@ namespace sennit {
 
 template <class Q, class T, class Products>
 class Wide {
-  static constexpr float kGrowth = 8;  // weights up to 2 ** kGrowth lose nothing in floating point
+  static constexpr float kGrowth = 8;         // weights up to 2 ** kGrowth lose nothing in floating point
+  static constexpr float kLargest = 1 << 26;  // of logits whose rounding moves all weights by less than 2 ** 4
   static constexpr int kLine = 64 / sizeof(T);
   static constexpr int kScoreKeys = Products::kScoreKeys;
   static constexpr int kUnit = Products::kUnit, kKeys = Products::kBlockKeys, kVectors = Products::kVectors;
@@ -161,7 +162,12 @@ class Wide {
         added = weighed;
         raise(panel, most);
       }
-      soften(panel, weighed, round);
+      if (is_large(panel)) {
+        multiply_scores(round);
+        soften(panel, weighed, round, 1);
+      } else {
+        soften(panel, weighed, round, scale_);
+      }
       weighed += round;
     }
     if (weighed > added) products_.accumulate(weights_, added, weighed - added, panel.outputs);
@@ -192,6 +198,21 @@ class Wide {
     return any(exceeds);
   }
 
+  // Whether a base is so large that its rounding, which products in one operation with the subtraction do not have,
+  // would reach the weights.
+  static bool is_large(const Panel& panel) {
+    i32x found = {};
+    unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
+      const f32x size = max(panel.base[j], -panel.base[j]);
+      found |= (size > splat(kLargest)) & (size < splat(kInfinity));
+    });
+    return any(found);
+  }
+
+  void multiply_scores(int count) {
+    for (int at = 0; at < count * kPanelRows; at += W) store(scores_ + at, load(scores_ + at) * scale_);
+  }
+
   // Moves the base to the largest score: not for every new maximum, since what has been added up is then multiplied.
   void raise(Panel& panel, const f32x* most) {
     f32x alpha[kVectors];
@@ -209,10 +230,9 @@ class Wide {
   }
 
   // Scores to the weights of keys from number `begin` of the block on; meanwhile what comes next is fetched.
-  void soften(Panel& panel, int begin, int count) {
+  void soften(Panel& panel, int begin, int count, float scale) {
     const float* const scores = scores_;
     uint32_t* const weights = weights_ + begin / kUnit * kPanelRows;
-    const float scale = scale_;
     f32x base[kVectors], total[kVectors];
     unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
       base[j] = panel.base[j] == -kInfinity ? f32x{} : panel.base[j];  // -inf - -inf is NaN
