@@ -25,6 +25,7 @@ from solving import (
 
 import sennit
 from sennit.backends import registry
+from sennit.bench.correctness import find_truth
 from sennit.check.compare import compare
 from sennit.check.problems import Problem, make_problem
 from sennit.check.random_problems import random_problem
@@ -132,6 +133,14 @@ def test_any_scale_matches_the_oracle(sm_scale, dtype, backend, device):
         rng = np.random.default_rng(3)
         problem = make_problem(rng, spec.replace(**fields), [33, 1, 7], [150, 141, 9], device=device)
         assert_right(replace(problem, sm_scale=sm_scale), backend)
+
+
+@each_backend
+def test_sums_over_thousands_of_keys_are_as_exact_as_those_over_few(backend, device):
+    """A sum to which every key is added in turn loses a digit by 8192 keys."""
+    problem = make_problem(np.random.default_rng(3), gqa(2, 64), [40, 1], [8192, 8192], device=device)
+    check = find_truth(problem).check(solve(problem, backend)[0])
+    assert check.passed, check
 
 
 @each_backend_and_dtype(*FLOATS)

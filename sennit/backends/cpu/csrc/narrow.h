@@ -242,11 +242,13 @@ class Narrow {
     most = max(head.base, max_strided<R>(most));
     if (any(most > head.base + kGrowth)) raise(head, most);
     const f32x base = head.base == -kInfinity ? f32x{} : head.base;  // -inf - -inf is NaN
+    f32x total = {};
     unroll<kGroups>([&](auto i) SENNIT_LAMBDA {
       const f32x weight = exp2_below<true>(s[i] - base);
-      head.total += weight;
+      total += weight;
       store(scores + i * W, weight);
     });
+    head.total += total;
   }
 
   // Moves the base to the largest score, where one would otherwise give a large weight: not for every new maximum,
@@ -278,7 +280,7 @@ class Narrow {
   SENNIT_INLINE void add_lines(Head& head, const Step& step, const Step& ahead, const float* weights, int line) {
     for (int row = 0; row < R; row += kRowsAtOnce) {
       float* at = head.outputs + (line * R + row) * L::kSize;
-      f32x sums[kSums];
+      f32x sums[kSums] = {};  // of this step alone, since rounding grows with what a sum has reached
       const auto each = [&](auto&& body) SENNIT_LAMBDA {
         unroll<kLines>([&](auto l) SENNIT_LAMBDA {
           unroll<kRowsAtOnce>([&](auto r) SENNIT_LAMBDA {
@@ -289,7 +291,6 @@ class Narrow {
           });
         });
       };
-      each([&](auto sum, int offset, auto, auto, auto) SENNIT_LAMBDA { sums[sum] = load(at + offset); });
       for (int key = 0; key < kKeys; ++key) {
         f32x lines[kLines][L::kVectors];
         const T* v = step.v[key] + line * L::kSize;
@@ -304,7 +305,8 @@ class Narrow {
         const float* w = weights + key * R + row;
         each([&](auto sum, int, auto l, auto r, auto vector) SENNIT_LAMBDA { sums[sum] += lines[l][vector] * w[r]; });
       }
-      each([&](auto sum, int offset, auto, auto, auto) SENNIT_LAMBDA { store(at + offset, sums[sum]); });
+      each([&](auto sum, int offset, auto, auto, auto)
+               SENNIT_LAMBDA { store(at + offset, load(at + offset) + sums[sum]); });
     }
   }
 

@@ -112,9 +112,8 @@ template <class Units, int V>
 static void multiply_values(const uint32_t* values, int64_t stride, const uint32_t* weights, int units, int dim,
                             float* outputs) {
   for (int d = 0; d < dim; d += kTileKeys) {
-    f32x sums[kTileKeys * V];
+    f32x sums[kTileKeys * V] = {};  // of this block alone, since rounding grows with what a sum has reached
     float* at = outputs + int64_t(d) * V * W;
-    unroll<kTileKeys * V>([&](auto i) SENNIT_LAMBDA { sums[i] = load(at + i * W); });
     const uint32_t* a = values + (d / kColumns * stride) * kColumns + d % kColumns;
     for (int unit = 0; unit < units; ++unit, a += kColumns) {
       u32x b[V];
@@ -123,7 +122,7 @@ static void multiply_values(const uint32_t* values, int64_t stride, const uint32
         unroll<V>([&](auto j) SENNIT_LAMBDA { sums[m * V + j] = Units::multiply_add(sums[m * V + j], a[m], b[j]); });
       });
     }
-    unroll<kTileKeys * V>([&](auto i) SENNIT_LAMBDA { store(at + i * W, sums[i]); });
+    unroll<kTileKeys * V>([&](auto i) SENNIT_LAMBDA { store(at + i * W, load(at + i * W) + sums[i]); });
   }
 }
 

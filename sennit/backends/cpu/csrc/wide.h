@@ -233,10 +233,9 @@ class Wide {
   void soften(Panel& panel, int begin, int count, float scale) {
     const float* const scores = scores_;
     uint32_t* const weights = weights_ + begin / kUnit * kPanelRows;
-    f32x base[kVectors], total[kVectors];
+    f32x base[kVectors], total[kVectors] = {};
     unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
       base[j] = panel.base[j] == -kInfinity ? f32x{} : panel.base[j];  // -inf - -inf is NaN
-      total[j] = panel.total[j];
     });
     const auto weigh = [&](int key, auto j) SENNIT_LAMBDA {
       return exp2_below<kUnit == 1>(load(scores + (key * kVectors + j) * W) * scale - base[j]);
@@ -256,7 +255,7 @@ class Wide {
         }
       });
     }
-    unroll<kVectors>([&](auto j) SENNIT_LAMBDA { panel.total[j] = total[j]; });
+    unroll<kVectors>([&](auto j) SENNIT_LAMBDA { panel.total[j] += total[j]; });
   }
 
   // One row of the keys and values that come next.
