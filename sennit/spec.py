@@ -19,6 +19,7 @@ from sennit.variants import Capture, Graph, Kind, trace
 __all__ = ["FLOAT32_MAX", "QUERY_DTYPES", "AttentionSpec", "checked_integer"]
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
 INTEGER_MAX = 2**31 - 1  # kernels count heads, dimensions and positions in 32 bits
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -280,8 +281,9 @@ def _checked_cap(value: object) -> float:
         cap = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
         cap = math.inf
-    if not 0 < cap <= FLOAT32_MAX:
+    if not FLOAT32_TINY <= cap <= FLOAT32_MAX:
         raise InvalidInput(
-            "logits_soft_cap", expected="a positive number that fits float32", got=repr(value), hint="None means no cap"
-        )
+            "logits_soft_cap", expected=f"a positive number that fits float32, at least {FLOAT32_TINY:.3g}",
+            got=repr(value), hint="None means no cap",
+        )  # fmt: skip
     return cap

@@ -140,6 +140,11 @@ def make_plan(
     segments = from_batch(
         batch, needed=needed, causal=causal, trees=tree, window=Window.of(spec), masked=packed_mask is not None
     )
+    if int(segments.q_len.max(initial=0)) * spec.group_size > INT32_MAX:  # rows of a KV head, numbered in int32
+        raise InvalidInput(
+            "batch", expected=f"at most {INT32_MAX // spec.group_size} new tokens a request, with {spec.group_size} "
+            "query heads a KV head", got=int(segments.q_len.max()),
+        )  # fmt: skip
     mask = None if packed_mask is None else device_mask(packed_mask, batch, device, fixed=into is not None)
     fixed = split_size is not None or into is not None
     config, strand = choose_config(segments, spec.group_size, spec.num_kv_heads, configs, alone=fixed)

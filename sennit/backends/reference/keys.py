@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -60,12 +61,23 @@ class Segment:
             return seen & ((keys < committed) | pending)
         return seen & (self.key_offset + keys <= row_positions) if self.causal else seen
 
+    def _window_start(self, first_token: int, window_left: int) -> Any:  # what exact_len is
+        oldest = first_token if self.tree is None else self.q_len - len(self.tree.depths)
+        return self.exact_len - self.q_len + oldest - window_left
+
+    def there(self, keys: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """bool ``[keys]``: those that exist and, where only the device knows lengths, lie behind no row's window."""
+        there: torch.Tensor = keys < self.exact_len
+        if spec.window_left is None or isinstance(self.exact_len, int):
+            return there
+        visible: torch.Tensor = (keys >= self._window_start(0, spec.window_left)) | (keys < spec.num_sink_tokens)
+        return there & visible
+
     def keys(self, spec: AttentionSpec, first_token: int, last_token: int, device: torch.device) -> torch.Tensor:
         """int64 ``[keys]``: at least every key that these rows see; those behind a window are left out."""
         first, sinks = 0, 0
         if spec.window_left is not None and isinstance(self.exact_len, int):
-            oldest = first_token if self.tree is None else self.q_len - len(self.tree.depths)
-            first = min(max(self.exact_len - self.q_len + oldest - spec.window_left, 0), self.kv_len)
+            first = min(max(self._window_start(first_token, spec.window_left), 0), self.kv_len)
             sinks = min(spec.num_sink_tokens, first)
         last = self.kv_len
         if self.causal and isinstance(self.exact_len, int):
@@ -85,7 +97,7 @@ def read_segment(launch: Attend | Append, index: int) -> Segment:
         node = torch.arange(tree_len, device=words.device)
         rows = words[tree_len:].view(q_len, -(-tree_len // 32))
         tree = SegmentTree(words[:tree_len], (rows[:, node // 32] >> (node % 32) & 1).bool())
-    exact = kv_len if launch.kv_lens is None else launch.kv_lens[request]
+    exact = kv_len if launch.kv_lens is None else launch.kv_lens[request].clamp(0, kv_len)
     return Segment(
         request, q_start, q_len, kv_start, kv_len, key_offset, bool(causal), mask_at, exact, tree
     )  # fmt: skip
@@ -96,10 +108,10 @@ def read_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Some keys of a segment and their values as ``[num_kv_heads, keys, dim]`` of ``dtype``.
 
-    Keys past an exact length, and keys whose page a window has given back, are zeroed and not read: slots that nobody
-    owns may hold NaN, and zero times NaN is NaN.
+    Keys past an exact length, and keys behind a window, are zeroed and not read: their pages may be gone, slots that
+    nobody owns may hold NaN, and zero times NaN is NaN.
     """
-    there = keys < segment.exact_len
+    there = segment.there(keys, launch.spec)
     if launch.page_size is None:
         k, v = launch.k[segment.kv_start + keys], launch.v[segment.kv_start + keys]
     else:

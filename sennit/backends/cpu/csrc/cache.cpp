@@ -56,7 +56,7 @@ static void append(Arguments& arguments) {
     int64_t begin = 0;  // tokens before the segment
     for (int64_t i = 0; i < num_segments && begin < last; begin += p.segments[i++].q_len) {
       const Segment& s = p.segments[i];
-      const int64_t length = exact ? std::min(exact[s.request], s.kv_len) : s.kv_len;
+      const int64_t length = exact ? std::clamp(exact[s.request], 0, s.kv_len) : s.kv_len;
       for (int64_t token = std::max<int64_t>(first - begin, 0); token < std::min<int64_t>(last - begin, s.q_len);
            ++token) {
         const int64_t position = length - s.q_len + token, row = s.q_start + token;

@@ -60,13 +60,34 @@ static void find_keys(KeyBlock<T, N>& block, const Launch<Q, T>& launch, const S
   }
 }
 
+// The tree of a segment's last keys; `depths` is null where there is none.
+struct KeyTree {
+  const int32_t* depths;
+  const uint32_t* bits;  // [q_len, words]
+  int committed, nodes, words;
+};
+
+template <class Q, class T>
+static KeyTree key_tree(const Launch<Q, T>& launch, const Segment& segment, int exact_len) {
+  if (!segment.tree_len) return {nullptr, nullptr, exact_len, 0, 0};
+  const int32_t* at = launch.plan.trees + segment.tree_at;
+  return {at, reinterpret_cast<const uint32_t*>(at + segment.tree_len), exact_len - segment.tree_len, segment.tree_len,
+          (segment.tree_len + 31) / 32};
+}
+
+// Positions near the ends of int32 stay inside it.
+static inline int clamped(int64_t position) { return int(std::clamp<int64_t>(position, INT32_MIN, INT32_MAX)); }
+
 // An item's keys in blocks of at most `size`, those of its hole left out.
 struct BlockList {
   int first[2], end[2], before, count, size;  // `before` of the `count` blocks come before the hole
 
-  BlockList(const Item& item, int exact_len, int size)
+  template <class Q, class T>
+  BlockList(const Launch<Q, T>& launch, const Segment& segment, const KeyTree& tree, const Item& item, int exact_len,
+            int size)
       : first{item.key_start, item.hole_end},
         end{std::min(item.hole_start, exact_len), std::min(item.key_end, exact_len)}, size(size) {
+    if (launch.kv_lens && launch.window_left != kNoLimit) leave_out(launch, segment, tree, item, exact_len);
     before = blocks(0);
     count = before + blocks(1);
   }
@@ -80,6 +101,17 @@ struct BlockList {
   }
 
  private:
+  // What lies behind the window of all rows, which a plan knows only where it knows lengths.
+  template <class Q, class T>
+  void leave_out(const Launch<Q, T>& launch, const Segment& segment, const KeyTree& tree, const Item& item,
+                 int exact_len) {
+    const int64_t position =
+        tree.depths ? tree.committed : int64_t(exact_len) - segment.q_len + item.row_start / launch.group_size;
+    const int64_t sinks = int64_t(launch.num_sink_tokens) - segment.key_offset;
+    const int64_t visible = position - launch.window_left - segment.key_offset;
+    end[0] = int(std::clamp<int64_t>(sinks, item.key_start, end[1]));
+    first[1] = int(std::clamp<int64_t>(visible, end[0], end[1]));
+  }
   int blocks(int range) const { return std::max(end[range] - first[range] + size - 1, 0) / size; }
 };
 

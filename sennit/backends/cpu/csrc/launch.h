@@ -11,7 +11,7 @@ namespace sennit {
 
 constexpr int kRowWidth = 12;  // int32 words of an item, a merge and a segment
 constexpr int kNoLimit = INT32_MAX;
-constexpr double kLeastScale = 1e-30;
+constexpr double kLeastScale = 1e-30, kMostScale = 1e30;
 
 struct Segment {
   int32_t request, q_start, q_len, kv_start, kv_len, key_offset, causal, tree_len, tree_at, mask_at, unused[2];
@@ -85,10 +85,14 @@ struct Launch {
   GraphFunction graph = nullptr;
   const GraphCapture* captures = nullptr;
 
-  int exact_len(const Segment& s) const { return kv_lens ? std::min(kv_lens[s.request], s.kv_len) : s.kv_len; }
+  int exact_len(const Segment& s) const { return kv_lens ? std::clamp(kv_lens[s.request], 0, s.kv_len) : s.kv_len; }
 
-  // Whether logits are more than products times a factor that is not next to zero (-inf times zero is NaN).
-  bool transforms() const { return soft_cap != 0 || alibi_slopes || graph || std::abs(sm_scale) < kLeastScale; }
+  // Whether logits are more than products times a factor: one next to zero is not (-inf times zero is NaN), nor one
+  // that log2(e) could make infinite.
+  bool transforms() const {
+    const double factor = std::abs(sm_scale);
+    return soft_cap != 0 || alibi_slopes || graph || factor < kLeastScale || factor > kMostScale;
+  }
 };
 
 }  // namespace sennit

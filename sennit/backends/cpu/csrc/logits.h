@@ -21,24 +21,6 @@ struct LaneRows {
   int least_causal_end, most_causal_end, least_window_end, most_window_start;
 };
 
-// The tree of a segment's last keys; `depths` is null where there is none.
-struct KeyTree {
-  const int32_t* depths;
-  const uint32_t* bits;  // [q_len, words]
-  int committed, nodes, words;
-};
-
-template <class Q, class T>
-static KeyTree key_tree(const Launch<Q, T>& launch, const Segment& segment, int exact_len) {
-  if (!segment.tree_len) return {nullptr, nullptr, exact_len, 0, 0};
-  const int32_t* at = launch.plan.trees + segment.tree_at;
-  return {at, reinterpret_cast<const uint32_t*>(at + segment.tree_len), exact_len - segment.tree_len, segment.tree_len,
-          (segment.tree_len + 31) / 32};
-}
-
-// Positions near the ends of int32 stay inside it.
-static inline int clamped(int64_t position) { return int(std::clamp<int64_t>(position, INT32_MIN, INT32_MAX)); }
-
 template <int L, class Q, class T>
 static void describe_rows(LaneRows<L>& rows, const Launch<Q, T>& launch, const Segment& segment, const KeyTree& tree,
                           int exact_len, int row_start, int num_rows, int period, int kv_head) {
@@ -119,8 +101,9 @@ struct LogitChange {
     for (int i = 0; i < keys; ++i) positions[i] = key_position(block.keys[i]);
     const float cap = launch.soft_cap, scale = float(launch.sm_scale),
                 inverse_cap = cap ? float(launch.sm_scale / cap) : 0.f;
+    const bool divide = !std::isnormal(inverse_cap);
     each(block, positions, [&](f32x s, i32x, i32x position, int lane) {
-      s = cap ? cap * tanh(s * inverse_cap) : s * scale;
+      s = cap ? cap * tanh(divide ? s * scale / cap : s * inverse_cap) : s * scale;
       if (launch.alibi_slopes) {
         const i32x ahead = (i32x)((u32x)position - (u32x)load(rows.position + lane));
         s += load(rows.slope + lane) * __builtin_convertvector(ahead, f32x);
@@ -131,7 +114,7 @@ struct LogitChange {
       launch.graph({block.logits, block.steps, block.vectors, int64_t(block.vectors) * W, rows.position, rows.head,
                     positions, block.key_per_lane, segment.request, launch.captures});
     }
-    each(block, positions, [&](f32x s, i32x, i32x, int) { return s * float(kLog2E); });
+    each(block, positions, [&](f32x s, i32x, i32x, int) { return multiply_finite(s, float(kLog2E)); });
   }
 
   // -inf where a row does not see a key.

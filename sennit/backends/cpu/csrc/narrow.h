@@ -111,7 +111,7 @@ class Narrow {
     std::memset(zeros_, 0, zero_count() * sizeof(T));
     std::memset(outputs_, 0, item_.num_heads * outputs_count() * sizeof(float));
     for (int i = 0; i < item_.num_heads; ++i) begin_head(i);
-    const BlockList blocks(item_, exact_len_, kKeys);
+    const BlockList blocks(launch_, segment_, tree_, item_, exact_len_, kKeys);
     const int heads = item_.num_heads, total = blocks.count * heads;
     int known = 0;
     const auto step_at = [&](int index) {
@@ -214,7 +214,7 @@ class Narrow {
         });
       }
       if (tail_qk_) add_line([&](auto i, f32x* to) SENNIT_LAMBDA { L::read(k[i] + whole * L::kSize, tail_qk_, to); });
-      store(scores + group * W, sum_lanes(sums) * scale);
+      store(scores + group * W, multiply_finite(sum_lanes(sums), scale));
     }
     if (transforms_ || !block.complete || block.count < kKeys ||
         !sees_all(head.rows, launch_, segment_, tree_, block.first, block.count))

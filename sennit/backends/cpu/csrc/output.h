@@ -28,7 +28,7 @@ struct Normalized {
   alignas(kVectorBytes) float factor[W], lse[W];
 
   Normalized(f32x base, f32x total) {
-    const i32x empty = total <= 0.f;
+    const i32x empty = total == 0.f;  // and not where it is NaN
     store(factor, empty ? f32x{} : 1.f / total);
     store(lse, empty ? splat(-kInfinity) : base * 0.6931471805599453f + log(total));
   }
@@ -61,7 +61,7 @@ static void run_merge(const Launch<Q, T>& launch, const Merge& merge, float* val
       const float* from = launch.partial_out + part(i) * launch.dim_vo;
       for (int d = 0; d < launch.dim_vo; ++d) values[d] += weight * from[d];
     }
-    const float factor = total > 0 ? 1 / total : 0, lse = total > 0 ? most + std::log(total) : -kInfinity;
+    const float factor = total == 0 ? 0 : 1 / total, lse = total == 0 ? -kInfinity : most + std::log(total);
     write_row(launch, segment, merge.row_start + row, merge.head, values, factor, lse);
   }
 }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #if defined(__x86_64__)
@@ -58,6 +59,7 @@ static SENNIT_INLINE f32x splat(float value) { return value - f32x{}; }
 static SENNIT_INLINE i32x splat(int32_t value) { return value - i32x{}; }
 static SENNIT_INLINE u32x splat(uint32_t value) { return value - u32x{}; }
 
+// The larger; b where one is NaN.
 static SENNIT_INLINE f32x max(f32x a, f32x b) {
 #if defined(SENNIT_AVX512)
   return (f32x)_mm512_max_ps((__m512)a, (__m512)b);
@@ -66,6 +68,13 @@ static SENNIT_INLINE f32x max(f32x a, f32x b) {
 #else
   return a > b ? a : b;
 #endif
+}
+
+// x * factor, which stays finite where x is.
+static SENNIT_INLINE f32x multiply_finite(f32x x, float factor) {
+  const f32x most = splat(std::numeric_limits<float>::max()), product = x * factor;
+  const f32x above = (product > most) & (x <= most) ? most : product;
+  return (product < -most) & (x >= -most) ? -most : above;
 }
 
 static SENNIT_INLINE bool any(i32x mask) {
@@ -188,7 +197,7 @@ static SENNIT_INLINE f32x exp2_below(f32x y) {
   return (f32x)_mm512_scalef_ps((__m512)p, (__m512)y);  // times 2 ** floor(y)
 #else
   constexpr float kRound = 12582912.f;  // 1.5 * 2 ** 23: adding it rounds to an integer, in the low bits
-  const f32x bounded = max(y, splat(-126.f)), shifted = bounded + kRound, x = bounded - (shifted - kRound);
+  const f32x bounded = max(splat(-126.f), y), shifted = bounded + kRound, x = bounded - (shifted - kRound);
   f32x p;
   if constexpr (kExact) {
     p = 1.534581202e-4f * x + 1.339993122e-3f;

@@ -71,7 +71,7 @@ class Wide {
         tree_(key_tree(launch, segment, exact_len_)), transforms_(launch.transforms()),
         scale_(transforms_ ? 1.f : float(std::abs(launch.sm_scale) * kLog2E)),
         num_panels_((item.num_rows + kPanelRows - 1) / kPanelRows), fetches_((kUnit + num_panels_ - 1) / num_panels_),
-        blocks_(item, exact_len_, kKeys), products_(launch.dim_qk, launch.dim_vo) {}
+        blocks_(launch, segment, tree_, item, exact_len_, kKeys), products_(launch.dim_qk, launch.dim_vo) {}
 
   size_t zero_count() const { return std::max(launch_.dim_qk, launch_.dim_vo) + 64; }
 
@@ -192,7 +192,7 @@ class Wide {
                            SENNIT_LAMBDA { found[j] = max(found[j], load(scores + (key * kVectors + j) * W)); });
     i32x exceeds = {};
     unroll<kVectors>([&](auto j) SENNIT_LAMBDA {
-      most[j] = found[j] * scale_;
+      most[j] = multiply_finite(found[j], scale_);
       exceeds |= most[j] > panel.base[j] + kGrowth;
     });
     return any(exceeds);
@@ -210,7 +210,7 @@ class Wide {
   }
 
   void multiply_scores(int count) {
-    for (int at = 0; at < count * kPanelRows; at += W) store(scores_ + at, load(scores_ + at) * scale_);
+    for (int at = 0; at < count * kPanelRows; at += W) store(scores_ + at, multiply_finite(load(scores_ + at), scale_));
   }
 
   // Moves the base to the largest score: not for every new maximum, since what has been added up is then multiplied.
