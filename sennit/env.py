@@ -8,15 +8,34 @@ from pathlib import Path
 
 from sennit.errors import InvalidInput
 
-__all__ = ["CPU_ISAS", "cache_dir", "cpu_isa", "cxx_flags", "debug", "folder_size", "library_dir", "model_dir"]
+__all__ = [
+    "CPU_ISAS",
+    "cache_dir",
+    "cpu_isa",
+    "cxx_flags",
+    "debug",
+    "folder_size",
+    "function_dir",
+    "library_dir",
+    "model_dir",
+    "triton_interpreted",
+]
 
 CPU_ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "neon", "generic")
 
 
 def cache_dir() -> Path:
-    """Folder for everything that Sennit keeps between runs; ``SENNIT_CACHE_DIR`` moves it. Not created here."""
+    """Folder for everything that Sennit keeps between runs; ``SENNIT_CACHE_DIR`` moves it. Not created here.
+
+    Raises:
+        InvalidInput: the variable begins with ``~`` and there is no such home.
+    """
     if override := os.environ.get("SENNIT_CACHE_DIR"):
-        return Path(override).expanduser()
+        try:
+            return Path(override).expanduser()
+        except RuntimeError as error:
+            hint = "write the whole path"
+            raise InvalidInput("SENNIT_CACHE_DIR", expected="a folder", got=repr(override), hint=hint) from error
     from platformdirs import user_cache_path
 
     return user_cache_path("sennit", appauthor=False)
@@ -52,6 +71,11 @@ def library_dir() -> Path:
     return cache_dir().absolute() / "libraries"
 
 
+def function_dir() -> Path:
+    """Folder of score and mask functions printed for Triton, inside :func:`cache_dir`."""
+    return cache_dir().absolute() / "functions"
+
+
 def cpu_isa() -> str | None:
     """The instruction set that ``SENNIT_CPU_ISA`` asks for, one of :data:`CPU_ISAS`, or None where it is not set.
 
@@ -75,3 +99,8 @@ def cxx_flags() -> tuple[str, ...]:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise InvalidInput("SENNIT_CXXFLAGS", expected="flags as a shell reads them", got=repr(text)) from error
+
+
+def triton_interpreted() -> bool:
+    """Whether ``TRITON_INTERPRET``, one of Triton's own variables, makes it run kernels in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

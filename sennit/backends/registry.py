@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -15,16 +18,18 @@ from sennit.backends.base import Backend, Support
 from sennit.errors import BackendUnavailable, InvalidInput, UnsupportedFeature
 from sennit.spec import AttentionSpec
 
-__all__ = ["Candidate", "candidates", "choose", "load", "names"]
+__all__ = ["Candidate", "candidates", "choose", "load", "names", "unavailable"]
 
 BUILT_IN = {
     "cpu": "sennit.backends.cpu:BACKEND",
     "reference": "sennit.backends.reference:BACKEND",
     "reference-items": "sennit.backends.reference:ITEMS_BACKEND",
+    "triton": "sennit.backends.triton:BACKEND",
 }
-AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
+AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
 ENTRY_POINTS = "sennit.backends"
 SLOWER = "10 to 100 times slower"
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 @dataclass(frozen=True)
@@ -103,17 +108,30 @@ def choose(tried: Sequence[str], spec: AttentionSpec, features: frozenset[str], 
         if candidate.support.accepted:
             for passed in examined:
                 if passed.support.mendable:
-                    _tell(f"backend {passed}. Attention runs on {name!r} instead, which is {SLOWER}")
+                    reason = f"backend {passed.name!r} cannot: {passed.support.reason}"
+                    _tell(f"attention runs on backend {name!r}, {SLOWER}, since {reason}")
             return name
         examined.append(candidate)
-    reasons = "; ".join(map(str, examined))
-    if all(each.support.mendable or not load(each.name).available(device).accepted for each in examined):
-        raise BackendUnavailable(f"no backend can run on {device} ({reasons})")
-    asked = sorted(spec.features | features)
-    raise UnsupportedFeature(", ".join(asked) or "spec", f"no backend accepts it on {device} ({reasons})")
+    anything = (each if each.support.mendable else examine(each.name, None, frozenset(), device) for each in examined)
+    if not any(each.support.accepted for each in anything):
+        raise unavailable(examined, device)
+    reason = f"no backend accepts it on {device} ({'; '.join(map(str, examined))})"
+    if len(examined) == 1:
+        reason = f"backend {examined[0].name!r} does not take it: {examined[0].support.reason}"
+    raise UnsupportedFeature(", ".join(sorted(spec.features | features)) or "spec", reason)
+
+
+def unavailable(examined: Sequence[Candidate], device: torch.device) -> BackendUnavailable:
+    """The error for backends none of which can run on a device."""
+    if len(examined) == 1:
+        return BackendUnavailable(f"backend {examined[0].name!r} cannot run here: {examined[0].support.reason}")
+    return BackendUnavailable(f"no backend can run on {device} ({'; '.join(map(str, examined))})")
 
 
 @functools.cache
 def _tell(text: str) -> None:
-    """Warn, once a process."""
-    warnings.warn(text, stacklevel=2)
+    """Warn, once a process, at the line that called Sennit."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

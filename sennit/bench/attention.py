@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +13,35 @@ from sennit.attention import BatchAttention
 from sennit.bench.calls import Call, parts_of
 from sennit.bench.correctness import Check, Truth, find_truth
 from sennit.bench.host import Observer
-from sennit.bench.instruments import Absent, Ceiling, Instruments, Peer, Prepared
-from sennit.bench.results import Balance, Ceilings, Measurement, Part, PeerResult
+from sennit.bench.instruments import Absent, Ceiling, Clock, Instruments, Peer, Subject
+from sennit.bench.results import Balance, Ceilings, Heat, Measurement, Part, PeerResult
 from sennit.bench.timing import Times, take_turns
 from sennit.bench.workloads import Workload, make_workload_problem
 from sennit.check.problems import Problem
 from sennit.errors import UnsupportedFeature
 from sennit.pools import KVLayout
 
-__all__ = ["Setting", "measure"]
+__all__ = ["Setting", "Stage", "measure"]
 
 WHOLE, PLAIN, PROBE = "sennit", "plain causal", "probe"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is about to be done, and with what.
+
+    Attributes:
+        workload: name of the workload.
+        doing: in words.
+        subject: name of what it is done with; empty where it is nothing of the kind.
+    """
+
+    workload: str
+    doing: str
+    subject: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.workload}: {self.doing} {self.subject}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,7 @@ class Setting:
         kv_layout, page_size, backend: as :class:`sennit.BatchAttention` takes them.
         repeat: samples of everything that is timed.
         peers: whom to compare with, those included that are not here.
+        heat: whether to time Sennit and its peers on a cool and on a hot device too, after everything else.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -43,6 +62,7 @@ class Setting:
     backend: str = "auto"
     repeat: int = 7
     peers: Sequence[Peer | Absent] = ()
+    heat: bool = False
 
 
 def measure(
@@ -50,7 +70,7 @@ def measure(
     setting: Setting,
     instruments: Instruments,
     *,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[Stage], None] = lambda stage: None,
 ) -> Measurement:
     """Measure one workload.
 
@@ -66,86 +86,107 @@ def measure(
         SennitError: an output of Sennit is wrong; nothing is timed then.
         UnsupportedFeature: the backend cannot do what the workload asks.
     """
-    subjects = _prepare(workload, setting, instruments, progress)
-    whole, plain, probe = subjects.whole, subjects.plain, subjects.probe
+
+    def say(doing: str, subject: str = "") -> None:
+        progress(Stage(workload.name, doing, subject))
+
+    ready = _prepare(workload, setting, instruments, say)
+    whole, plain, probe = ready.whole, ready.plain, ready.probe
     observer = Observer()
-    times, workers = _take_times(subjects, setting.repeat, instruments, progress)
+    clocks = instruments.clocks(ready.subjects, before=lambda name: say("trying", name))
+    times, workers = _take_times(ready, clocks, setting.repeat, say)
+    compared = [WHOLE, *(peer.name for peer in ready.peers if peer.name in clocks)]
+    heats = {name: _heat(name, clocks[name], instruments, say) for name in compared if setting.heat}
+    instruments.settle()
     return Measurement(
         name=workload.name,
         batch=str(whole.plan.batch),
         layer=whole.plan.spec.key,
         backend=whole.plan.backend,
         config=whole.plan.config.name,
-        check=subjects.check,
+        check=ready.check,
         work=whole.work,
         times=times[WHOLE],
         activity=observer.activity(),
-        ceilings=_rates(subjects.ceilings, times),
+        ceilings=_rates(ready.ceilings, times),
         probe=times.get(PROBE),
         probe_bytes=None if probe is None else probe.amount,
         balance=Balance(whole.plan.loads.tolist(), workers),
-        parts=[Part(name, str(part.plan.batch), times[name]) for name, part in subjects.parts.items()],
+        parts=[Part(name, str(part.plan.batch), times[name]) for name, part in ready.parts.items()],
         plain=times.get(PLAIN),
         plain_work=None if plain is None else plain.work,
-        peers=[_timed(peer, times) for peer in subjects.peers],
+        peers=[_timed(peer, times, clocks, heats) for peer in ready.peers],
+        timed=clocks[WHOLE].how,
+        heat=heats.get(WHOLE),
     )
 
 
+Say = Callable[..., None]
+
+
 @dataclass(frozen=True, eq=False)
-class Subjects:
+class Ready:
     """What is to be timed of one workload: all of it has been found right."""
 
     whole: Call
     check: Check
     parts: dict[str, Call]
     plain: Call | None
-    prepared: dict[str, Prepared]
     peers: list[PeerResult]
+    subjects: dict[str, Subject]  # Sennit's calls and those of peers, by name
     ceilings: list[Ceiling]
     probe: Ceiling | None
 
 
-def _prepare(
-    workload: Workload, setting: Setting, instruments: Instruments, progress: Callable[[str], None]
-) -> Subjects:
-    progress("making tensors")
+def _prepare(workload: Workload, setting: Setting, instruments: Instruments, say: Say) -> Ready:
+    say("making tensors")
     problem = _problem(workload, setting, instruments)
-    progress("computing rows in float64")
+    say("computing rows in float64")
     truth = find_truth(problem)
+    say("checking", WHOLE)
     attention = _attention(problem, setting, instruments)
     whole = Call(attention, problem)
     check = whole.verified(truth)
     parts = {name: Call(attention, problem, batch) for name, batch in parts_of(problem.batch).items()}
     for part in parts.values():
         part.verified(truth)
-    plain = None if workload.plain is None else _plain(workload.plain, setting, instruments)
-    prepared, peers = _prepare_peers(problem, setting.peers, truth, progress)
+    subjects = {WHOLE: whole.subject(truth)} | {name: part.subject(truth) for name, part in parts.items()}
+    plain = None
+    if workload.plain is not None:
+        bare = _problem(workload.plain, setting, instruments)
+        known = find_truth(bare)
+        plain = Call(_attention(bare, setting, instruments), bare)
+        plain.verified(known)
+        subjects[PLAIN] = plain.subject(known)
+    instruments.settle()
+    found, peers = _prepare_peers(problem, setting.peers, truth, instruments, say)
     ceilings, probe = instruments.ceilings(setting.dtype), instruments.probe(problem)
-    return Subjects(whole, check, parts, plain, prepared, peers, ceilings, probe)
+    return Ready(whole, check, parts, plain, peers, subjects | found, ceilings, probe)
 
 
 def _take_times(
-    subjects: Subjects, rounds: int, instruments: Instruments, progress: Callable[[str], None]
+    ready: Ready, clocks: Mapping[str, Clock], rounds: int, say: Say
 ) -> tuple[dict[str, Times], list[float] | None]:
     """Times of everything, and of each worker of the whole call."""
     workers: list[list[float]] = []
 
     def run_whole() -> float:
-        seconds = instruments.time(subjects.whole.run, subjects.whole.run_little)
-        workers.append(subjects.whole.worker_times() or [])
+        seconds = clocks[WHOLE].run()
+        workers.append(ready.whole.worker_times() or [])
         return seconds
 
-    calls = dict(subjects.parts)
-    if subjects.plain is not None:
-        calls[PLAIN] = subjects.plain
-    turns = {WHOLE: run_whole} | {name: partial(instruments.time, c.run, c.run_little) for name, c in calls.items()}
-    turns |= {name: partial(instruments.time, peer.run) for name, peer in subjects.prepared.items()}
-    turns |= {ceiling.name: ceiling.run for ceiling in subjects.ceilings}
-    if subjects.probe is not None:
-        turns[PROBE] = subjects.probe.run
-    times = take_turns(turns, rounds, before=lambda name: progress(f"timing {name}"))
+    turns = {name: clock.run for name, clock in clocks.items()} | {WHOLE: run_whole}
+    turns |= {ceiling.name: ceiling.run for ceiling in ready.ceilings}
+    if ready.probe is not None:
+        turns[PROBE] = ready.probe.run
+    times = take_turns(turns, rounds, before=lambda name: say("timing", name))
     counted = workers[1:]  # take_turns leaves out the first round
     return times, np.median(counted, axis=0).tolist() if all(counted) else None
+
+
+def _heat(name: str, clock: Clock, instruments: Instruments, say: Say) -> Heat | None:
+    say("heating", name)
+    return instruments.heat(clock)
 
 
 def _problem(workload: Workload, setting: Setting, instruments: Instruments) -> Problem:
@@ -162,41 +203,53 @@ def _attention(problem: Problem, setting: Setting, instruments: Instruments) -> 
     )
 
 
-def _plain(workload: Workload, setting: Setting, instruments: Instruments) -> Call:
-    """A verified call over the same batch without masks and functions."""
-    problem = _problem(workload, setting, instruments)
-    call = Call(_attention(problem, setting, instruments), problem)
-    call.verified(find_truth(problem))
-    return call
-
-
 def _prepare_peers(
-    problem: Problem, peers: Sequence[Peer | Absent], truth: Truth, progress: Callable[[str], None]
-) -> tuple[dict[str, Prepared], list[PeerResult]]:
+    problem: Problem, peers: Sequence[Peer | Absent], truth: Truth, instruments: Instruments, say: Say
+) -> tuple[dict[str, Subject], list[PeerResult]]:
     """The peers that can be timed, since their output is right, and what is known of all."""
     ready, results = {}, []
     for peer in peers:
         if isinstance(peer, Absent):
             results.append(PeerResult(peer.name, peer.reason))
             continue
-        progress(f"preparing {peer.name}")
+        say("preparing", peer.name)
         try:
-            prepared = peer.prepare(problem)
+            subject, result = _prepare_peer(problem, peer, truth)
         except UnsupportedFeature as error:
-            results.append(PeerResult(peer.name, f"cannot do it: {error}"))
-            continue
-        check = truth.check(prepared.run())
-        if check.passed:
-            ready[peer.name] = prepared
-        results.append(PeerResult(peer.name, prepared.note if check.passed else f"wrong, so not timed: {check}", check))
+            subject, result = None, PeerResult(peer.name, f"cannot do it: {error}")
+        except Exception as error:  # of code that is not ours; ours is still worth measuring
+            subject, result = None, PeerResult(peer.name, f"failed, so not timed: {_one_line(error)}")
+        instruments.settle()
+        if subject is not None:
+            ready[peer.name] = subject
+        results.append(result)
     return ready, results
 
 
-def _timed(peer: PeerResult, times: Mapping[str, Times]) -> PeerResult:
+def _prepare_peer(problem: Problem, peer: Peer, truth: Truth) -> tuple[Subject | None, PeerResult]:
+    prepared = peer.prepare(problem)
+
+    def check(found: Any) -> Check:
+        return truth.check(prepared.collect(found))
+
+    first = check(prepared.run())
+    if not first.passed:
+        return None, PeerResult(peer.name, f"wrong, so not timed: {first}", first)
+    return Subject(prepared.run, lambda found: check(found).passed), PeerResult(peer.name, prepared.note, first)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _timed(
+    peer: PeerResult, times: Mapping[str, Times], clocks: Mapping[str, Clock], heats: Mapping[str, Heat | None]
+) -> PeerResult:
     found = times.get(peer.name)
     if found is None:
         return peer
-    return replace(peer, times=found, speedup=found.median / times[WHOLE].median)
+    speedup = found.median / times[WHOLE].median
+    return replace(peer, times=found, speedup=speedup, timed=clocks[peer.name].how, heat=heats.get(peer.name))
 
 
 def _rates(ceilings: Sequence[Ceiling], times: Mapping[str, Times]) -> Ceilings:

@@ -12,6 +12,7 @@ import torch
 from sennit.attention import BatchAttention
 from sennit.backends import registry
 from sennit.bench.correctness import Check, Truth
+from sennit.bench.instruments import Subject
 from sennit.bench.work import Work, count_work
 from sennit.check.problems import Problem
 from sennit.errors import SennitError
@@ -79,6 +80,11 @@ class Call:
                 f"which sennit check --backend {self.plan.backend} may narrow down"
             )
         return check
+
+    def subject(self, truth: Truth) -> Subject:
+        """The call, to be timed; ``truth`` is of all rows of the problem."""
+        known = truth.of_rows(self.rows)
+        return Subject(self.run, lambda out: known.check(out).passed, self.run_little)
 
     def worker_times(self) -> list[float] | None:
         """Microseconds that each worker took in the last call; None where the backend does not tell."""

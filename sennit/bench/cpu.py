@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
-from sennit.bench.instruments import Ceiling
+from sennit.bench.instruments import Ceiling, Clock, Subject
 from sennit.bench.probe import Probe
 from sennit.check.problems import Problem
 from sennit.errors import BuildFailed, BuildUnavailable, UnsupportedFeature
@@ -72,6 +73,23 @@ class CpuInstruments:
             self._probe = Probe(torch.get_num_threads())
         except (BuildUnavailable, BuildFailed) as error:
             self.notes.append(f"pages are not probed, and memory is read by PyTorch alone: {error}")
+
+    @property
+    def hardware(self) -> Mapping[str, Any]:
+        """Nothing beside the host's processor."""
+        return {}
+
+    def clocks(
+        self, subjects: Mapping[str, Subject], before: Callable[[str], None] = lambda name: None
+    ) -> dict[str, Clock]:
+        """All of them by :meth:`time`; none is tried."""
+        return {name: Clock(partial(self.time, s.run, s.little), s.run) for name, s in subjects.items()}
+
+    def heat(self, clock: Clock) -> None:
+        """A processor's times are those of whatever heat it has."""
+
+    def settle(self) -> None:
+        """A call on the CPU is over when it returns."""
 
     def time(self, function: Callable[[], object], before: Callable[[], object] | None = None) -> float:
         """Seconds that one call takes when caches hold none of its data, right after ``before`` and a small operation.

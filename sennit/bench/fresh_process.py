@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,23 +18,24 @@ from sennit.errors import SennitError
 __all__ = ["Say", "forget_peak", "peak_bytes", "run_alone", "serve"]
 
 T = TypeVar("T")
-Say = Callable[[str], None]
+Say = Callable[[Any], None]
 
-STAGE, RAISED, RETURNED = "stage", "raised", "returned"
+STARTED, STAGE, RAISED, RETURNED = "started", "stage", "raised", "returned"
 
 
-def run_alone(function: Callable[..., T], *arguments: object, on_stage: Say) -> T:
+def run_alone(function: Callable[..., T], *arguments: object, on_stage: Say, patience: float | None = None) -> T:
     """Return what ``function(say, *arguments)`` returns in a new Python process, or raise what it raises.
 
     Unlike :mod:`multiprocessing`, this does not run the program's main module again, which need not be made for it.
 
     Args:
-        function: a function of a module; whatever it says with ``say(text)`` reaches ``on_stage``.
-        arguments: values that can be pickled, as the result must.
+        function: a function of a module; whatever it says with ``say(value)`` reaches ``on_stage``.
+        arguments: values that can be pickled, as the result and whatever is said must.
         on_stage: takes what the process is doing, as it says so.
+        patience: seconds without a word after which the process is ended, once it has started; None waits for ever.
 
     Raises:
-        SennitError: the process ended without an answer, by a lack of memory for example.
+        SennitError: the process ended without an answer, by a lack of memory for example, or said nothing for too long.
 
     >>> run_alone(_length, "four", on_stage=print)
     counting
@@ -44,13 +45,16 @@ def run_alone(function: Callable[..., T], *arguments: object, on_stage: Say) -> 
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
+    silent: threading.Event | None = None
     with process:
         try:
             with suppress(BrokenPipeError):
                 process.stdin.write(pickle.dumps((function, arguments)))
                 process.stdin.flush()
+            pickle.load(process.stdout)  # it has started, which takes a while where the machine has much to do
             while True:
-                kind, value = pickle.load(process.stdout)
+                with _ended_after(patience, process) as silent:
+                    kind, value = pickle.load(process.stdout)
                 if kind == STAGE:
                     on_stage(value)
                 elif kind == RAISED:
@@ -60,12 +64,34 @@ def run_alone(function: Callable[..., T], *arguments: object, on_stage: Say) -> 
                     return result
         except EOFError:
             code_of_exit = process.wait()
+            if silent is not None and silent.is_set():
+                raise SennitError(f"the process said nothing for {patience:.0f} s and was ended") from None
             raise SennitError(
                 f"the process ended with exit code {code_of_exit} and without an answer"
                 + ("; the system may be short of memory" if code_of_exit == -signal.SIGKILL else "")
             ) from None
         finally:
             process.kill()
+
+
+@contextmanager
+def _ended_after(seconds: float | None, process: subprocess.Popen[bytes]) -> Iterator[threading.Event]:
+    """The process is ended if this lasts longer; the event says whether it was."""
+    happened = threading.Event()
+    if seconds is None:
+        yield happened
+        return
+
+    def end() -> None:
+        happened.set()
+        process.kill()
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        yield happened
+    finally:
+        timer.cancel()
 
 
 def serve() -> None:
@@ -81,6 +107,7 @@ def serve() -> None:
     try:
         function, arguments = pickle.load(sys.stdin.buffer)
         threading.Thread(target=_end_with_parent, daemon=True).start()
+        send(STARTED, None)
         answer: tuple[str, Any] = RETURNED, function(lambda text: send(STAGE, text), *arguments)
     except Exception as error:
         answer = RAISED, _sendable(error)

@@ -34,6 +34,7 @@ FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16",
     "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2",
 )  # fmt: skip
+OPTIONAL = ("triton", "flashinfer-python")  # packages whose speed is measured, where they are there
 MOST_STOLEN = 0.02  # of one processor
 MOST_FOREIGN = 0.05
 
@@ -119,7 +120,8 @@ def describe_host() -> dict[str, Any]:
             "torch": torch.__version__,
             "numpy": numpy.__version__,
             "compiler": _compiler(),
-        },
+        }
+        | {name: version for name in OPTIONAL if (version := installed_version(name)) is not None},
     }
 
 

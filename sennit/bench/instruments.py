@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from sennit.bench.results import Heat
 from sennit.check.problems import Problem
+from sennit.errors import SennitError
 
-__all__ = ["Absent", "Ceiling", "Instruments", "Peer", "Prepared"]
+__all__ = ["Absent", "Ceiling", "Clock", "DeviceLost", "Instruments", "Peer", "Prepared", "Subject"]
+
+
+class DeviceLost(SennitError, RuntimeError):
+    """A call made the device fail, so that this process can compute nothing more on it."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +40,49 @@ class Ceiling:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A call that is ready to be timed.
+class Subject:
+    """A call to be timed.
 
     Attributes:
-        run: returns the output ``[query rows, num_qo_heads, head_dim_vo]``.
-        note: how it was set up.
+        run: makes it, and returns what it writes to: a tensor, or several.
+        is_right: whether what ``run`` returned holds the right numbers.
+        little: a call of the same kind over one key, where there is one. Instruments that put code out of caches as
+            they empty them make it before a call that they time: in a model the layer before has run the same code.
     """
 
-    run: Callable[[], torch.Tensor]
+    run: Callable[[], Any]
+    is_right: Callable[[Any], bool]
+    little: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A call together with how it is timed.
+
+    Attributes:
+        run: makes it once, with no data of it in caches, and returns the seconds that it took.
+        launch: makes it once.
+        how: how it is timed, where a device has several ways.
+    """
+
+    run: Callable[[], float]
+    launch: Callable[[], object]
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A peer's call that is ready to be timed.
+
+    Attributes:
+        run: makes it; returns the output, or what ``collect`` makes the output of.
+        note: how it was set up.
+        collect: puts together ``[query rows, num_qo_heads, head_dim_vo]``, which is not timed.
+    """
+
+    run: Callable[[], Any]
     note: str
+    collect: Callable[[Any], torch.Tensor] = lambda found: found
 
 
 @dataclass(frozen=True)
@@ -82,12 +121,24 @@ class Instruments(Protocol):
         ...
 
     @property
+    def hardware(self) -> Mapping[str, Any]:
+        """What is known of the device beside the host's processor, in values that JSON has."""
+        ...
+
+    @property
     def notes(self) -> Sequence[str]:
         """What cannot be measured here, and why."""
         ...
 
-    def time(self, function: Callable[[], object], before: Callable[[], object] | None = None) -> float:
-        """Seconds that one call takes, with no data of it in caches, after a call that is not timed."""
+    def clocks(
+        self, subjects: Mapping[str, Subject], before: Callable[[str], None] = lambda name: None
+    ) -> dict[str, Clock]:
+        """How each of these calls is timed: all in the same way if they can be.
+
+        Args:
+            subjects: the calls, by name.
+            before: told a call's name before it is tried.
+        """
         ...
 
     def ceilings(self, dtype: torch.dtype) -> list[Ceiling]:
@@ -96,4 +147,16 @@ class Instruments(Protocol):
 
     def probe(self, problem: Problem) -> Ceiling | None:
         """A read of the pages that a problem's rows see; None where there is none."""
+        ...
+
+    def heat(self, clock: Clock) -> Heat | None:
+        """Times of a call after a rest and under sustained load; None where they are not told apart."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until the device has nothing left to do.
+
+        Raises:
+            DeviceLost: it failed; nothing more can be computed on it by this process.
+        """
         ...

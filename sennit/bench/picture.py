@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from sennit.bench.results import Measurement
+from sennit.bench.timing import format_time
 from sennit.errors import UnsupportedFeature
 
 __all__ = ["check_drawing", "draw"]
 
 MEMORY, COMPUTE = "#2a78b5", "#d9822b"
-PEERS = ("#4d8f5b", "#8a6bb1", "#b0a04f", "#9c5d5d")
+PEERS = (
+    "#4d8f5b", "#8a6bb1", "#b0a04f", "#9c5d5d", "#4f9a9a", "#c07fa0", "#7d8a3c", "#6d7fb8", "#a5744a", "#5c5c7a",
+)  # fmt: skip
 QUIET = "#6b6b6b"
 
 
@@ -60,7 +63,7 @@ def _draw_floors(axes: Any, measurements: Sequence[Measurement]) -> None:
     axes.barh(range(len(measurements)), shares, height=0.6, color=colors)
     for at, (m, share) in enumerate(zip(measurements, shares, strict=True)):
         inside = share > 0.4
-        text = f"  {share:.2f}   {m.times.median / 1e3:.2f} ms"
+        text = f"  {share:.2f}   {format_time(m.times.median)}"
         axes.text(0 if inside else share, at, text, va="center", fontsize=8, color="white" if inside else QUIET)
         if m.bound == "memory" and m.probe is not None:
             axes.plot([m.floor / m.probe.median] * 2, [at - 0.38, at + 0.38], color="black", linewidth=1.2)

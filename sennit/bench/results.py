@@ -11,7 +11,7 @@ from sennit.bench.host import Activity
 from sennit.bench.timing import Times
 from sennit.bench.work import Work
 
-__all__ = ["Balance", "Ceilings", "Measurement", "Part", "PeerResult"]
+__all__ = ["Balance", "Ceilings", "Heat", "Measurement", "Part", "PeerResult"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,22 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
+class Heat:
+    """What a call takes on a cool device and on a hot one: ten launches after a rest, and sustained ones.
+
+    Attributes:
+        cool, hot: microseconds of a launch, one right after the other.
+        clock: MHz of the multiprocessors under sustained load; None where the system does not say.
+        power: watts that the device draws then; likewise.
+    """
+
+    cool: float
+    hot: float
+    clock: float | None
+    power: float | None
+
+
+@dataclass(frozen=True)
 class PeerResult:
     """What came of one peer.
 
@@ -40,6 +56,8 @@ class PeerResult:
         check: of its output; None where it has none.
         times: None where it is not here, cannot do what is asked, or is wrong.
         speedup: its median over ours.
+        timed: how, where the device has several ways.
+        heat: where it was asked for.
     """
 
     name: str
@@ -47,6 +65,8 @@ class PeerResult:
     check: Check | None = None
     times: Times | None = None
     speedup: float | None = None
+    timed: str = ""
+    heat: Heat | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,8 @@ class Measurement:
         parts: the requests with many new tokens and those with one, where there are both.
         plain, plain_work: the same batch without masks and functions, where the workload has some.
         peers: one entry each.
+        timed: how, where the device has several ways.
+        heat: where it was asked for.
     """
 
     name: str
@@ -118,6 +140,8 @@ class Measurement:
     plain: Times | None = None
     plain_work: Work | None = None
     peers: list[PeerResult] = field(default_factory=list)
+    timed: str = ""
+    heat: Heat | None = None
 
     @property
     def read_floor(self) -> float:
@@ -175,6 +199,7 @@ class Measurement:
             "floor": self.floor,
             "bound": self.bound,
             "floor_ratio": self.floor_ratio,
+            "peer_floor_ratios": {peer.name: peer.times.median / self.floor for peer in self.peers if peer.times},
             "probe_share": self.probe_share,
             "matrix_share": self.matrix_share,
             "imbalance": {

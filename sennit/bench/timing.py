@@ -11,7 +11,7 @@ import numpy as np
 
 from sennit.errors import InvalidInput
 
-__all__ = ["Times", "no_garbage_collection", "take_turns"]
+__all__ = ["Times", "format_rate", "format_time", "no_garbage_collection", "take_turns"]
 
 
 @dataclass(frozen=True)
@@ -82,3 +82,22 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def format_time(microseconds: float) -> str:
+    """A time with a unit.
+
+    >>> format_time(48.71), format_time(4871.0)
+    ('48.7 us', '4.87 ms')
+    """
+    return f"{microseconds:.1f} us" if microseconds < 1e3 else f"{microseconds / 1e3:.2f} ms"
+
+
+def format_rate(each_second: float, what: str) -> str:
+    """A rate with a decimal unit.
+
+    >>> format_rate(4.31e12, "B"), format_rate(8.9e11, "FLOP")
+    ('4.31 TB/s', '890 GFLOP/s')
+    """
+    size, prefix = (1e12, "T") if each_second >= 1e12 else (1e9, "G")
+    return f"{each_second / size:.3g} {prefix}{what}/s"

@@ -16,7 +16,7 @@ import torch
 
 from sennit.bench.host import cpu_features, installed_version
 from sennit.bench.instruments import Absent, Peer, Prepared
-from sennit.bench.workloads import as_pool
+from sennit.bench.tensors import as_pool
 from sennit.check.problems import Problem
 from sennit.errors import InvalidInput, UnsupportedFeature
 from sennit.spec import AttentionSpec

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
 import torch
 
-from sennit.cache.memory import allocate
+from sennit.bench.tensors import make_tensors
 from sennit.check.functions import Functions
-from sennit.check.problems import Problem, make_problem
+from sennit.check.problems import Problem
 from sennit.errors import InvalidInput
 from sennit.plan.grammar import parse_lengths
 from sennit.pools import KVLayout
 from sennit.spec import AttentionSpec
 
-__all__ = ["WORKLOADS", "Workload", "as_pool", "choose_workloads", "make_workload_problem"]
+__all__ = ["CPU_WORKLOADS", "GPU_WORKLOADS", "Workload", "choose_workloads", "make_workload_problem"]
 
 HEADS = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+HALF = {"num_qo_heads": 16, "num_kv_heads": 4, "head_dim": 128}
 MLA = {"num_qo_heads": 128, "num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512, "latent": True}
 
 
@@ -65,7 +65,7 @@ def _distance_bias(num_heads: int) -> Functions:
     return Functions(score_mod=distance_bias, captures={"slopes": slopes})
 
 
-WORKLOADS = (
+CPU_WORKLOADS = (
     Workload("decode-8k", "8*1@8192"),
     Workload("decode-2k", "8*1@2048"),
     Workload("prefill-1k", "1024@1024"),
@@ -77,9 +77,31 @@ WORKLOADS = (
     Workload("score-mod", "2048@2048", score=_distance_bias(32)),
 )
 
+GPU_WORKLOADS = (
+    Workload("decode-8k", "64*1@8192"),
+    Workload("decode-2k", "128*1@2048"),
+    Workload("decode-1k", "8*1@1024"),
+    Workload("skewed", "1@131072 + 63*1@1024"),
+    Workload("speculative", "64*4@4096"),
+    Workload("prefill-8k", "8192@8192"),
+    Workload("prefill-2k", "4*2048@2048"),
+    Workload("chunk", "2048@16384"),
+    Workload("mixed-512", "512@512 + 128*1@2048"),
+    Workload("mixed-2k", "2048@2048 + 128*1@2048"),
+    Workload("mixed-4k", "4096@4096 + 128*1@8192"),
+    Workload("mixed-16k", "2048@16384 + 64*1@16384"),
+    # Figure 1 of the paper on POD-Attention (arXiv:2410.18038): one of two GPUs that share the heads of Llama-3-8B.
+    Workload("pod-c0", "1024@12288 + 80*1@12288", heads=HALF),
+    Workload("pod-c1", "12288@12288 + 220*1@12288", heads=HALF),
+    Workload("pod-c2", "16384@16384 + 250*1@12288", heads=HALF),
+    Workload("mla-8k", "64*1@8192", heads=MLA),
+    Workload("mla-4k-16", "128*1@4096", heads=MLA | {"num_qo_heads": 16}),
+    Workload("mla-4k", "16*1@4096", heads=MLA),
+)
 
-def choose_workloads(wanted: Sequence[str]) -> list[Workload]:
-    """Workloads by name, by a pattern of names, or by a batch of the caller's own; all of :data:`WORKLOADS` for none.
+
+def choose_workloads(wanted: Sequence[str], named: Sequence[Workload] = CPU_WORKLOADS) -> list[Workload]:
+    """Workloads by name, by a pattern of names, or by a batch of the caller's own; all of ``named`` for none.
 
     Raises:
         InvalidInput: a text is neither, or a batch has no visible key.
@@ -89,9 +111,9 @@ def choose_workloads(wanted: Sequence[str]) -> list[Workload]:
     """
     chosen: dict[str, Workload] = {}
     for text in wanted or ["*"]:
-        found = [_own(text)] if "@" in text else [w for w in WORKLOADS if fnmatchcase(w.name, text)]
+        found = [_own(text)] if "@" in text else [w for w in named if fnmatchcase(w.name, text)]
         if not found:
-            names = ", ".join(workload.name for workload in WORKLOADS)
+            names = ", ".join(workload.name for workload in named)
             raise InvalidInput("workload", expected=f"one of {names}, or a batch such as 8*1@8192", got=repr(text))
         chosen |= {workload.name: workload for workload in found}
     return list(chosen.values())
@@ -107,16 +129,13 @@ def _own(batch: str) -> Workload:
 def make_workload_problem(
     workload: Workload, dtype: torch.dtype, kv_layout: KVLayout, page_size: int, device: torch.device
 ) -> Problem:
-    """Its tensors: shuffled pages, NaN in slots that no request owns; the same numbers every time.
-
-    Pages are in the memory that a :class:`sennit.KVCache` would take for them.
+    """Its tensors: see :func:`make_tensors`.
 
     Raises:
         InvalidInput: ``page_size`` or a length is out of range.
     """
     q_lens, kv_lens = workload.lengths
-    problem = make_problem(
-        np.random.default_rng(0),
+    return make_tensors(
         AttentionSpec(dtype=dtype, **workload.heads, **workload.masks),
         q_lens,
         kv_lens,
@@ -125,12 +144,3 @@ def make_workload_problem(
         functions=workload.score,
         device=device,
     )
-    kv = problem.kv
-    pools = as_pool(kv) if isinstance(kv, torch.Tensor) else tuple(as_pool(pool) for pool in kv)
-    return replace(problem, kv=pools, sm_scale=problem.spec.head_dim_qk**-0.5)
-
-
-def as_pool(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy in memory as a cache allocates it."""
-    memory = allocate(tensor.numel() * tensor.itemsize, tensor.device)
-    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -19,7 +19,7 @@ from sennit.plan.tree import Tree
 from sennit.pools import KVLayout
 from sennit.spec import AttentionSpec
 
-__all__ = ["Problem", "make_problem"]
+__all__ = ["Problem", "common_rules", "make_problem"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ def make_problem(
         shapes = zip(q_lens, kv_lens if bounds is None else bounds, strict=True)
         masks = [torch.from_numpy(rng.random(shape) < 0.67).to(q.device) for shape in shapes]
         plan_options["packed_mask"] = pack_mask(masks).to(q.device)
-    common = _common_rules(spec, functions, run_options)
+    common = common_rules(spec, functions, run_options)
     rules = [
         replace(common, parents=nodes, mask=masks[r][:, : kv_lens[r]] if masked else None, request=r)
         for r, nodes in enumerate(parents)
@@ -169,7 +169,7 @@ def make_problem(
     )  # fmt: skip
 
 
-def _common_rules(spec: AttentionSpec, functions: Functions | None, run_options: Mapping[str, Any]) -> Rules:
+def common_rules(spec: AttentionSpec, functions: Functions | None, run_options: Mapping[str, Any]) -> Rules:
     """What all requests of a layer have in common."""
     given, captures = functions or Functions(), run_options.get("captures", {})
     return Rules(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.cli import bench, cache, check, generate, info, plan
+from sennit.cli import bench, cache, check, generate, info, kernels, plan
 from sennit.cli.output import command_group
 
 __all__ = ["app", "main"]
@@ -17,6 +17,7 @@ app.command("generate")(generate.generate)
 app.command("info")(info.info)
 app.command("check")(check.check)
 app.command("plan")(plan.plan)
+app.command("kernels")(kernels.kernels)
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sennit.cli import bench_attention, bench_generate
-from sennit.cli.output import command_group, console, error_console, gauge, print_json, table
+from sennit.cli import bench_attention, bench_generate, bench_step
+from sennit.cli.output import command_group, console, gauge, print_json, progress_between, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,13 +18,14 @@ __all__ = ["app"]
 
 NOTES = (
     "Every plan was checked: each query row meets each key that it sees exactly once.",
-    "Imbalance: the fullest of the 132 workers over the mean.",
+    "Planned for an imaginary GPU of 132 workers. Imbalance: the fullest of them over the mean.",
     "* FlashInfer's planner for its uniform kernel; measured elsewhere on a comparable CPU, not in this run.",
 )
 
 app = command_group(help="Measure parts of Sennit on this machine.\n\nExample: sennit bench plan")
 app.command("attention")(bench_attention.attention)
 app.command("generate")(bench_generate.generate)
+app.command("step")(bench_step.step)
 
 
 @app.callback()
@@ -57,15 +58,12 @@ def plan(
 
 
 def _measure(batches: list[str], repeat: int) -> list[PlanningTime]:
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, TextColumn
 
     from sennit.bench.planning import WORKLOADS, measure
 
     batches = batches or list(WORKLOADS)
-    stderr = error_console()
-    columns = (TextColumn("planning {task.description}", markup=False), BarColumn())
-    # Drawn between batches only: a thread that draws would be timed along with the planner.
-    with Progress(*columns, console=stderr, transient=True, auto_refresh=False, disable=not stderr.is_terminal) as bar:
+    with progress_between(TextColumn("planning {task.description}", markup=False), BarColumn()) as bar:
         task = bar.add_task("", total=len(batches))
         results = []
         for text in batches:

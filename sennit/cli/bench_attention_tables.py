@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sennit.bench.timing import format_rate, format_time
 from sennit.cli.output import console, gauge, table
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ NOTES = (
 def title(record: dict[str, Any]) -> str:
     """What was measured, on what, in one line."""
     hardware, versions = record["hardware"], record["versions"]
+    where = hardware.get("gpu") or f"{hardware['threads']} threads of {hardware['cpu']}"
     backends = " and ".join(dict.fromkeys(workload["backend"] for workload in record["workloads"]))
     return (
-        f"{backends}: {record['dtype']}, {record['kv_layout']} pages of {record['page_size']}, {hardware['threads']} "
-        f"threads of {hardware['cpu']}, torch {versions['torch']}, medians of {record['repeat']}"
+        f"{backends}: {record['dtype']}, {record['kv_layout']} pages of {record['page_size']}, {where}, "
+        f"torch {versions['torch']}, medians of {record['repeat']}"
     )
 
 
@@ -37,7 +39,8 @@ def print_run(record: dict[str, Any], found: Sequence[Measurement]) -> None:
     """Print everything that was found, then what to think of it."""
     stdout = console()
     stdout.print(title(record), style="bold")
-    for made in (_times(found, stdout.width), _peers(found), _parts(found), _balance(found), _ceilings(found)):
+    parts = (_peers, _not_measured, _parts, _heats, _balance, _ceilings)
+    for made in (_times(found, stdout.width), *(part(found) for part in parts)):
         if made.row_count:
             stdout.print()
             stdout.print(made)
@@ -51,14 +54,15 @@ def print_run(record: dict[str, Any], found: Sequence[Measurement]) -> None:
 def _times(found: Sequence[Measurement], width: int) -> Table:
     wide = width >= 110
     more, bar = ([">quartiles", ">floor"], [""]) if wide else ([], [])
-    made = table("Time of a call", "workload", ">ms", *more, ">GB/s", ">GFLOP/s", ">x floor", ">share", *bar)
+    made = table("Time of a call", "workload", ">time", *more, ">read", ">computed", ">x floor", ">share", *bar)
     for m in found:
         seconds = m.times.median * 1e-6
-        row: list[RenderableType] = [_named(m), f"{m.times.median / 1e3:.2f}"]
+        row: list[RenderableType] = [_named(m), format_time(m.times.median)]
         if wide:
-            row.append(f"{m.times.lower_quartile / 1e3:.2f}-{m.times.upper_quartile / 1e3:.2f}")
-            row.append(f"{m.floor / 1e3:.2f}")
-        row += [f"{m.work.bytes / seconds / 1e9:.1f}", f"{m.work.flops / seconds / 1e9:.0f}", f"{m.floor_ratio:.2f}"]
+            row.append(f"{format_time(m.times.lower_quartile)} - {format_time(m.times.upper_quartile)}")
+            row.append(format_time(m.floor))
+        rates = format_rate(m.work.bytes / seconds, "B"), format_rate(m.work.flops / seconds, "FLOP")
+        row += [*rates, f"{m.floor_ratio:.2f}"]
         share, of = (m.probe_share, "probe") if m.bound == "memory" else (m.matrix_share, "GEMM")
         row.append("" if share is None else f"{share:.2f} of {of}")
         if wide:
@@ -73,27 +77,56 @@ def _named(m: Measurement) -> str:
 
 
 def _peers(found: Sequence[Measurement]) -> Table:
-    made = table("Peers", "workload", "peer", ">ms", ">speed-up", "how")
+    made = table("Peers", "workload", "peer", ">time", ">x floor", ">speed-up", "how")
     for m in found:
         for peer in m.peers:
-            time = "" if peer.times is None else f"{peer.times.median / 1e3:.2f}"
-            speedup = "" if peer.speedup is None else f"{peer.speedup:.2f}x"
-            made.add_row(m.name, peer.name, time, speedup, peer.note)
+            if peer.times is None or peer.speedup is None:
+                if peer.check is not None:  # it is wrong
+                    made.add_row(m.name, peer.name, "", "", "", peer.note)
+                continue
+            ratios = f"{peer.times.median / m.floor:.2f}", f"{peer.speedup:.2f}x"
+            how = ", ".join(part for part in (peer.note, peer.timed) if part)
+            made.add_row(m.name, peer.name, format_time(peer.times.median), *ratios, how)
+    return made
+
+
+def _not_measured(found: Sequence[Measurement]) -> Table:
+    """Peers that are not here, failed, or cannot do what is asked: a row for each reason."""
+    made = table("Peers that were not measured", "peer", "why", "workloads")
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for m in found:
+        for peer in m.peers:
+            if peer.check is None:
+                reasons.setdefault((peer.name, peer.note), []).append(m.name)
+    for (name, why), workloads in reasons.items():
+        made.add_row(name, why, "all" if len(workloads) == len(found) else ", ".join(workloads))
+    return made
+
+
+def _heats(found: Sequence[Measurement]) -> Table:
+    made = table("After a rest, and under sustained load", "workload", "", ">cool", ">hot", ">clock", ">power")
+    for m in found:
+        sides = {m.backend: m.heat} | {peer.name: peer.heat for peer in m.peers}
+        for name, heat in sides.items():
+            if heat is not None:
+                clock = "" if heat.clock is None else f"{heat.clock:.0f} MHz"
+                power = "" if heat.power is None else f"{heat.power:.0f} W"
+                made.add_row(m.name, name, format_time(heat.cool), format_time(heat.hot), clock, power)
     return made
 
 
 def _parts(found: Sequence[Measurement]) -> Table:
     """What requests take alone, and what masks and functions cost."""
-    made = table("Compared with itself", "workload", "beside", ">ms", ">ratio")
+    made = table("Compared with itself", "workload", "beside", ">time", ">ratio")
     for m in found:
         for part in m.parts:
-            made.add_row(m.name, f"{part.name} part alone, {part.batch}", f"{part.times.median / 1e3:.2f}", "")
+            made.add_row(m.name, f"{part.name} part alone, {part.batch}", format_time(part.times.median), "")
         if m.parts_sum is not None:
             ratio = f"{m.times.median / m.parts_sum:.2f}"
-            made.add_row(m.name, "sum of its parts", f"{m.parts_sum / 1e3:.2f}", ratio)
+            made.add_row(m.name, "sum of its parts", format_time(m.parts_sum), ratio)
         if m.plain is not None:
             beside = "plain causal; ratio for each visible (query, key) pair"
-            made.add_row(m.name, beside, f"{m.plain.median / 1e3:.2f}", f"{m.pair_cost:.2f}")
+            made.add_row(m.name, beside, format_time(m.plain.median), f"{m.pair_cost:.2f}")
     return made
 
 
@@ -113,15 +146,19 @@ def _balance(found: Sequence[Measurement]) -> Table:
 
 def _ceilings(found: Sequence[Measurement]) -> Table:
     made = table("What this machine can do, lowest and highest of all workloads", "", ">lowest", ">highest")
-    for kind, unit in (("reads", "GB/s"), ("products", "GFLOP/s")):
+    for kind, unit in (("reads", "B"), ("products", "FLOP")):
         for name in getattr(found[0].ceilings, kind):
-            rates = [getattr(m.ceilings, kind)[name] / 1e9 for m in found]
-            made.add_row(name, *(f"{rate:.1f} {unit}" for rate in (min(rates), max(rates))))
+            rates = [getattr(m.ceilings, kind)[name] for m in found]
+            made.add_row(name, *(format_rate(rate, unit) for rate in (min(rates), max(rates))))
     return made
 
 
 def _warnings(record: dict[str, Any], found: Sequence[Measurement]) -> Iterator[str]:
     yield from record["notes"]
+    if len(hows := {m.timed for m in found if m.timed}) == 1:
+        yield f"Sennit was timed by {hows.pop()}."
+    else:
+        yield from (f"{m.name}: timed by {m.timed}" for m in found if m.timed)
     for m in found:
         if m.activity.warning:
             yield f"{m.name}: {m.activity.warning}"

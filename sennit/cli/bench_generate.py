@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sennit.cli.generate import Dtype
+from sennit.cli.generate import DTYPE, Dtype
 from sennit.cli.output import (
     check_files,
     console,
@@ -33,7 +33,7 @@ def generate(
             metavar="PATH_OR_ID", help="A folder, or a model's id on the hub.", show_default="SmolLM2-135M-Instruct"
         ),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights; auto: as they are stored.")] = Dtype.BFLOAT16,
+    dtype: Annotated[Dtype, DTYPE] = Dtype.BFLOAT16,
     prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts of each workload.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=4, metavar="N", help="Mean length of the prompts.")] = 1000,
     max_new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens to generate for each.")] = 128,
@@ -54,8 +54,9 @@ def generate(
 ) -> None:
     """Time greedy generation on the CPU for prompts of equal and of unequal lengths, beside transformers'.
 
-    Every measurement has a process of its own, so that peaks of memory are honest. Before any, Sennit's tokens in
-    float32 are compared with transformers'; nothing is printed unless they agree.
+    Sennit's tokens in float32 are first compared with transformers'; nothing is printed unless they agree.
+
+    Every measurement has a process of its own, so that peaks of memory are honest.
 
     Example: sennit bench generate --repeat 7 --full-check --out generate.json
 

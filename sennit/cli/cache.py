@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sennit.cli.output import command_group, console, format_bytes, print_json, table
+from sennit.cli.output import command_group, console, fail, format_bytes, print_json, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
     Example: sennit cache list --json
     """
     from sennit.env import library_dir
-    from sennit.jit.store import entries
+    from sennit.jit.store import entries, obstacle
 
     found = entries()
     if as_json:
@@ -39,7 +39,9 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] =
     elif found:
         _print(found)
     else:
-        console().print(f"no libraries in {library_dir()}; they are built when first needed", soft_wrap=True)
+        problem = obstacle()
+        note = f"none can be built: {problem}" if problem else "they are built when first needed"
+        console().print(f"no libraries in {library_dir()}; {note}", soft_wrap=True)
 
 
 @app.command("clear")
@@ -47,17 +49,22 @@ def clear(
     models: Annotated[bool, typer.Option("--models", help="Remove converted models too; they are large.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Remove all libraries, and what failed builds left for a report. They are built again when they are needed.
+    """Remove all libraries, printed functions, and what failed builds left for a report.
+
+    They are made again when they are needed.
 
     What a running process is building stays, and so do models unless --models is given.
 
     Example: sennit cache clear --models
     """
-    from sennit.env import folder_size, model_dir
+    from sennit.env import folder_size, function_dir, model_dir
     from sennit.jit import store
     from sennit.jit.files import remove
 
+    if problem := store.obstacle():
+        fail(f"nothing can be removed: {problem}")
     done = store.clear()
+    remove(function_dir())
     size = folder_size(model_dir()) if models else 0
     if models:
         remove(model_dir())
@@ -107,12 +114,11 @@ def _described(entry: Entry) -> dict[str, Any]:
 
 
 def _print(found: Sequence[Entry]) -> None:
-    made = table("Libraries", "name", "key", ">size", "built", "compiler", "flags")
-    for column in made.columns[:-1]:  # flags are long; the rest must not fold for their sake
+    made = table("Libraries", "name", "for", "key", ">size", "built", "compiler")
+    for column in made.columns[:-1]:  # compilers may have long names; the rest must not fold for their sake
         column.no_wrap = True
     for entry in found:
         when = datetime.fromtimestamp(entry.built).date().isoformat()
         compiler = re.sub(r" \(.*?\)", "", entry.compiler)  # what a distribution puts into parentheses
-        cells = entry.name, entry.key[:KEY_DIGITS], format_bytes(entry.size), when, compiler
-        made.add_row(*cells, " ".join(entry.flags))
+        made.add_row(entry.name, entry.purpose, entry.key[:KEY_DIGITS], format_bytes(entry.size), when, compiler)
     console().print(made)

@@ -115,14 +115,13 @@ def check(
 
 def _backends(backend: str | None, device: torch.device) -> list[str]:
     from sennit.backends import registry
-    from sennit.errors import BackendUnavailable
 
     examined = [
         registry.examine(name, None, frozenset(), device) for name in ([backend] if backend else registry.names())
     ]
     found = [candidate.name for candidate in examined if candidate.support.accepted]
     if not found:
-        raise BackendUnavailable(f"no backend to test on {device} ({'; '.join(map(str, examined))})")
+        raise registry.unavailable(examined, device)
     return found
 
 

@@ -18,7 +18,7 @@ from sennit.cli.output import console, error_console, fail, print_json, working
 if TYPE_CHECKING:
     from sennit.hf import Completion, Event
 
-__all__ = ["Dtype", "generate"]
+__all__ = ["DTYPE", "Dtype", "generate"]
 
 
 class Dtype(str, Enum):
@@ -29,6 +29,9 @@ class Dtype(str, Enum):
     FLOAT16 = "float16"
     FLOAT32 = "float32"
     FLOAT64 = "float64"
+
+
+DTYPE = typer.Option(metavar="DTYPE", help=f"Of the weights: {', '.join(Dtype)}; auto: as they are stored.")
 
 
 def generate(
@@ -77,7 +80,10 @@ def generate(
     device: Annotated[
         str | None, typer.Option(help="Where the model runs, such as cuda:1.", show_default="a GPU if there is one")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights; auto: as they are stored.")] = Dtype.AUTO,
+    dtype: Annotated[Dtype, DTYPE] = Dtype.AUTO,
+    backend: Annotated[
+        str, typer.Option(metavar="NAME", help="Backend of Sennit's attention; --json prints which one ran.")
+    ] = "auto",
 ) -> None:
     """Generate for prompts, all of them in one batch, and print the texts in the prompts' order.
 
@@ -92,15 +98,17 @@ def generate(
         fail("--stop: expected text in UTF-8, got other bytes")
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     loaded = _load(model, device, dtype, sampling)
-    options = {"max_new_tokens": max_new_tokens, "raw": raw, "stop": stop, **sampling}
+    options = {"max_new_tokens": max_new_tokens, "raw": raw, "stop": stop, "backend": backend, **sampling}
     if len(asked) == 1 and not as_json:
         _stream_one(loaded, asked[0], options)
         return
     completions = _run_all(loaded, asked, options)
+    ran = _backend(loaded[0], backend)
     if as_json:
-        print_json([_as_json(prompt, done) for prompt, done in zip(asked, completions, strict=True)])
+        print_json([_as_json(prompt, done) | {"backend": ran} for prompt, done in zip(asked, completions, strict=True)])
     else:
         _print_all(asked, completions)
+        console().print(f"\nbackend {ran}", style="dim")
 
 
 def _read_prompts(prompts: list[str], file: Path | None) -> list[str]:
@@ -195,6 +203,16 @@ def _run_all(loaded: tuple[Any, Any], prompts: list[str], options: dict[str, Any
             if event.completion is not None:
                 found[event.request] = event.completion
     return [found[index] for index in range(len(prompts))]
+
+
+def _backend(model: Any, asked: str) -> str:
+    """The backend of the steps of a generation that has ended, or those of its different layers."""
+    from sennit.backends import registry
+    from sennit.hf.models import layer_specs
+
+    tried, features = registry.candidates(asked, model.device), frozenset({"paged"})
+    chosen = (registry.choose(tried, spec, features, model.device) for spec in dict.fromkeys(layer_specs(model)))
+    return ", ".join(dict.fromkeys(chosen))
 
 
 @contextmanager

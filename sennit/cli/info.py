@@ -109,9 +109,12 @@ def _backends() -> list[dict[str, Any]]:
 
 def _examine(name: str, device: Any) -> tuple[bool, str]:
     from sennit.backends import registry
+    from sennit.errors import SennitError
 
     try:
         support = registry.examine(name, None, frozenset(), device).support
+    except SennitError:  # a variable that nothing would run with
+        raise
     except Exception as error:  # one broken package of a third party must not hide all the rest
         return False, f"{type(error).__name__}: {error}"
     return support.accepted, support.reason
@@ -120,12 +123,12 @@ def _examine(name: str, device: Any) -> tuple[bool, str]:
 def _native() -> dict[str, Any]:
     """What the CPU backend is compiled by, and for which of this machine's instructions; or why it cannot be."""
     from sennit.backends.cpu.instructions import instruction_set
-    from sennit.errors import SennitError
+    from sennit.errors import BuildUnavailable
     from sennit.jit import find_toolchain
 
     try:
         toolchain, machine = find_toolchain(), instruction_set()
-    except SennitError as error:  # no compiler, or a variable that asks for what is not here
+    except BuildUnavailable as error:  # no compiler, or a variable that asks for what is not here
         return {"compiler": None, "version": None, "instructions": None, "problem": str(error)}
     command = " ".join(toolchain.command)
     return {"compiler": command, "version": toolchain.version, "instructions": machine.name, "problem": None}
@@ -157,30 +160,44 @@ def _print(found: dict[str, Any]) -> None:
     for device in found["devices"]:
         memory = device["memory_bytes"]
         devices.add_row(device["device"], device["name"], format_bytes(memory) if memory else "", _details(device))
-    backends = table("Backends", "device", "backend", "accepted", "auto", "reason")
+    backends = table("Backends", "device", "backend", "accepted", "auto")
     for backend in found["backends"]:
         accepted = Text("yes", "green") if backend["accepted"] else Text("no", "red")
         place = backend["auto_order"]
         order = f"choice {place}{', used' if backend['used_by_auto'] else ''}" if place else "by name only"
-        reason = backend["reason"] or ("the first of auto's order that can run here" if backend["used_by_auto"] else "")
-        backends.add_row(backend["device"], backend["backend"], accepted, order, reason)
+        backends.add_row(backend["device"], backend["backend"], accepted, order)
     native = table("Compiler of the CPU backend", "compiler", "version", "instruction set")
     made_by = found["native"]
     if made_by["problem"]:
-        native.add_row(Text("none", "red"), Text("the reason is beside backend cpu", "dim"), "")
+        native.add_row(Text("none", "red"), Text("the reason is that of backend cpu", "dim"), "")
     else:
         native.add_row(made_by["compiler"], made_by["version"], made_by["instructions"])
-    cache = table("Cache folders", "folder", ">size", "holds")
-    for entry in found["cache"]:
-        size = format_bytes(entry["bytes"]) if entry["exists"] else Text("not there yet", "dim")
-        cache.add_row(entry["folder"], size, f"{entry['libraries']} libraries" if entry.get("libraries") else "")
-    for part in (versions, devices, backends, native, cache):
+    for part in (versions, devices, backends):
         stdout.print(part)
         stdout.print()
+    for backend in found["backends"]:
+        if backend["reason"]:
+            stdout.print(
+                f"backend {backend['backend']}, device {backend['device']}: {backend['reason']}", soft_wrap=True
+            )
+    stdout.print()
+    stdout.print(native)
+    stdout.print()
+    stdout.print("Cache folders", style="bold")
+    for entry in found["cache"]:  # no table: paths must not fold
+        stdout.print(f"{_size(entry):>15}  {entry['folder']}", soft_wrap=True)
+    stdout.print()
     stdout.print("SENNIT_CACHE_DIR moves the cache; any folder in it may be deleted.", style="dim")
+
+
+def _size(entry: dict[str, Any]) -> str:
+    if not entry["exists"]:
+        return "not a folder" if Path(entry["folder"]).exists() else "not there yet"
+    size = format_bytes(entry["bytes"])
+    return f"{entry['libraries']} in {size}" if entry.get("libraries") else size
 
 
 def _details(device: dict[str, Any]) -> str:
     if "threads" in device:
-        return f"{device['threads']} threads, {device['instructions']}"
+        return f"{device['threads']} threads; PyTorch uses {device['instructions']}"
     return f"{device['multiprocessors']} SMs, compute capability {device['capability']}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
     from rich.table import Table
     from rich.text import Text
 
@@ -25,6 +27,7 @@ __all__ = [
     "format_bytes",
     "gauge",
     "print_json",
+    "progress_between",
     "table",
     "working",
     "write_json",
@@ -34,14 +37,16 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 class Commands(TyperGroup):
-    """A group of commands in which errors that Sennit raises on purpose, and Ctrl-C, end a command with one line."""
+    """A group of commands that show no code in warnings, in errors that Sennit raises on purpose, and after Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
         from sennit.errors import SennitError
 
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                return super().invoke(ctx)
         except SennitError as error:
             fail(str(error))
         except BrokenPipeError:
@@ -65,6 +70,11 @@ def command_group(**options: Any) -> typer.Typer:
         pretty_exceptions_enable=False,
         **options,
     )
+
+
+def _show_warning(message: Warning | str, *place: Any, **more: Any) -> None:
+    """Print a warning without the place in the code that it comes from."""
+    error_console().print(f"warning: {message}", style="yellow", soft_wrap=True)
 
 
 def fail(message: str) -> NoReturn:
@@ -93,14 +103,31 @@ def working(what: str, *, shown: bool = True) -> AbstractContextManager[object]:
     return stderr.status(what, spinner_style="blue") if shown and stderr.is_terminal else nullcontext()
 
 
+def progress_between(*columns: ProgressColumn) -> Progress:
+    """Progress on standard error that is drawn when it is told something, where that is a terminal.
+
+    Between measurements, that is: a thread that draws would be timed along with what it tells of.
+    """
+    from rich.progress import Progress
+
+    stderr = error_console()
+    return Progress(*columns, console=stderr, transient=True, auto_refresh=False, disable=not stderr.is_terminal)
+
+
 def print_json(value: object) -> None:
     """Print a value as JSON on standard output; infinities and NaN are refused, since JSON has none."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def write_json(value: object, path: Path) -> None:
-    """Write a value to a file as :func:`print_json` prints it."""
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    """Write a value to a file as :func:`print_json` prints it; at no time does a file hold half of it."""
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    if path.exists() and not path.is_file():  # a pipe, or /dev/null
+        path.write_text(text)
+        return
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:

@@ -184,10 +184,13 @@ def _facts(described: dict[str, Any]) -> Table:
     how = "side by side" if described["combine"] == "max" else "one after the other"
     strands = ", ".join(f"{s['name']} {s['tile_rows']} rows x {s['key_step']} keys" for s in described["strands"])
     items = ", ".join(f"{count} {name}" for name, count in described["items_by_strand"].items())
+    backend = described["backend"]
+    planned_for = "an imaginary GPU; --backend NAME is for this machine" if backend == "example" else backend
     rows = {
         "layer": f"{described['num_qo_heads']} query heads, {described['num_kv_heads']} KV heads, head dim {dim}",
         "step": f"{_masks(described)}, pages of {described['page_size']}, {splitting}",
         "configuration": f"{described['configuration']}, {described['workers']} workers, strands {how}",
+        "planned for": planned_for,
         "tiles": strands,
         "work items": f"{described['items']} ({items})",
         "splits": f"{described['splits']} partial results of {described['partial_rows']} rows, "

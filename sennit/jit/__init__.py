@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from sennit.jit.building import build, build_all
-from sennit.jit.loading import load
+from sennit.jit.building import build, build_all, check_buildable, find
+from sennit.jit.loading import load, surroundings
 from sennit.jit.source import Source
 from sennit.jit.toolchain import Toolchain, find_toolchain
 
-__all__ = ["Source", "Toolchain", "build", "build_all", "find_toolchain", "load"]
+__all__ = [
+    "Source",
+    "Toolchain",
+    "build",
+    "build_all",
+    "check_buildable",
+    "find",
+    "find_toolchain",
+    "load",
+    "surroundings",
+]

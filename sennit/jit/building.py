@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGKILL
-from threading import Timer
+from threading import Event, Thread
+from time import monotonic
 
 from sennit import __version__
 from sennit.env import cxx_flags, library_dir
@@ -23,9 +25,9 @@ from sennit.jit.runtime import runtime
 from sennit.jit.source import Source
 from sennit.jit.toolchain import Toolchain, find_toolchain
 
-__all__ = ["Built", "build", "build_all", "ensure"]
+__all__ = ["Built", "build", "build_all", "check_buildable", "ensure", "find"]
 
-PATIENCE = 1.0  # seconds without a word
+PATIENCE, REMINDER = 1.0, 10.0  # seconds without a word, at first and later
 FIRST_LINES = 6  # of a compiler's errors, in the text of an exception
 NO_SPACE = ("No space left on device", "Disk quota exceeded")
 NO_MEMORY = ("Killed signal terminated program", "virtual memory exhausted", "out of memory", "Cannot allocate memory")
@@ -92,12 +94,7 @@ def build_all(sources: Sequence[Source]) -> list[Path]:
 
 def ensure(sources: Sequence[Source]) -> list[Built]:
     """Find or build libraries; as :func:`build_all`."""
-    toolchain, extra, version = find_toolchain(), cxx_flags(), runtime().__version__
-    jobs = {}
-    for source in sources:
-        headers = read_headers(source.headers)
-        key = key_of(source, headers, toolchain, extra, version)
-        jobs[source] = Job(source, headers, (*source.flags, *extra), toolchain, key)
+    jobs = {source: _job(source) for source in sources}
     found = {
         job.stem: Built(path, fresh=False) for job in jobs.values() if (path := store.find(job.source.name, job.key))
     }
@@ -105,6 +102,31 @@ def ensure(sources: Sequence[Source]) -> list[Built]:
     if missing:
         found |= dict(zip(missing, _build_side_by_side(list(missing.values())), strict=True))
     return [found[jobs[source].stem] for source in sources]
+
+
+def find(source: Source) -> Path | None:
+    """Return the path of a library if it is in the cache; nothing is built."""
+    job = _job(source)
+    return store.find(job.source.name, job.key)
+
+
+def check_buildable() -> None:
+    """Check that there is a compiler and a folder for what it makes; nothing is built or made for it.
+
+    Raises:
+        BuildUnavailable: there is not.
+        InvalidInput: ``SENNIT_CXXFLAGS`` cannot be read.
+    """
+    find_toolchain()
+    cxx_flags()
+    if problem := store.obstacle():
+        raise BuildUnavailable(f"libraries cannot be built: {problem}")
+
+
+def _job(source: Source) -> Job:
+    toolchain, extra, headers = find_toolchain(), cxx_flags(), read_headers(source.headers)
+    key = key_of(source, headers, toolchain, extra, runtime().__version__)
+    return Job(source, headers, (*source.flags, *extra), toolchain, key)
 
 
 def _build_side_by_side(jobs: Sequence[Job]) -> list[Built]:
@@ -125,6 +147,7 @@ def _build_side_by_side(jobs: Sequence[Job]) -> list[Built]:
 def _build(job: Job, workers: Workers) -> Built:
     """Build one library under its lock, unless another has done it meanwhile."""
     name, place = job.source.name, library_dir()
+    shown = f"{name} for {job.source.purpose}" if job.source.purpose else name
 
     def look() -> None:
         if workers.stop.is_set():
@@ -132,15 +155,15 @@ def _build(job: Job, workers: Workers) -> Built:
 
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with _saying(f"waiting for another that is building {name}") as waited, store.lock(job.stem, waiting=look):
-            waited.cancel()
+        with _saying(f"waiting for another that is building {shown}") as waited, store.lock(job.stem, waiting=look):
+            waited.set()
             if path := store.find(name, job.key):
                 return Built(path, fresh=False)
             store.sweep(job.stem)
-            with _saying(f"building {name} (once; kept in {place})"):
+            with _saying(f"building {shown}", f" (once; kept in {place})"):
                 return Built(_make(job, workers), fresh=True)
     except (OSError, NotImplementedError) as error:  # the latter from locks, where a file system has none
-        raise _unusable(name, str(error)) from error
+        raise _unusable(name, _text(error)) from error
 
 
 def _make(job: Job, workers: Workers) -> Path:
@@ -149,13 +172,27 @@ def _make(job: Job, workers: Workers) -> Path:
     try:
         compiling, linking = job.commands()
         _write_sources(job, folder, [*compiling, linking])
-        _check(job, folder, workers.run(compiling, folder))
-        _check(job, folder, workers.run([linking], folder))
+        _run(job, folder, compiling, workers)
+        [linked] = _run(job, folder, [linking], workers)
+        _check_loading(job, folder, linked)
         remove(folder / "objects")
-        store.seal(folder, job.source.name, job.key, compiler=job.toolchain.version, flags=job.flags)
+        store.seal(
+            folder,
+            job.source.name,
+            job.key,
+            compiler=job.toolchain.version,
+            flags=job.flags,
+            purpose=job.source.purpose,
+        )
         library = store.publish(folder, job.stem) / f"{job.source.name}.so"
         remove(library_dir() / _failed(job))
         return library
+    except FileNotFoundError as error:
+        if folder.exists():
+            raise
+        raise BuildUnavailable(
+            f"{job.source.name} was not built: {folder.parent} was removed meanwhile; trying again will make it anew"
+        ) from error
     finally:
         remove(folder)
 
@@ -173,6 +210,20 @@ def _write_sources(job: Job, folder: Path, commands: Sequence[Sequence[str]]) ->
         (folder / name).mkdir(exist_ok=True)
 
 
+def _run(job: Job, folder: Path, commands: Sequence[Sequence[str]], workers: Workers) -> list[Finished]:
+    """Run commands, and raise for those that failed."""
+    try:
+        ended = workers.run(commands, folder)
+    except OSError as error:
+        if not folder.exists():
+            raise
+        raise BuildUnavailable(
+            f"{job.source.name} was not built: the compiler cannot be run: {_text(error)}"
+        ) from error
+    _check(job, folder, ended)
+    return ended
+
+
 def _check(job: Job, folder: Path, ended: Sequence[Finished]) -> None:
     """Raise for the commands that failed: the machine's fault, or the source's."""
     failed = [one for one in ended if one.status != 0]
@@ -187,19 +238,28 @@ def _check(job: Job, folder: Path, ended: Sequence[Finished]) -> None:
             f"{job.source.name}: the compiler was killed, most likely because memory ran out; "
             f"with more of it free, the same will work ({shlex.join(failed[0].command)})"
         )
-    raise _failure(job, folder, failed)
+    raise _failure(job, folder, failed, "rejected it, and said first")
 
 
-def _failure(job: Job, folder: Path, failed: Sequence[Finished]) -> BuildFailed:
-    """The error for a source that was rejected; its folder is kept, with a report in it."""
+def _check_loading(job: Job, folder: Path, linked: Finished) -> None:
+    """Raise if what was linked without an error is no library that can be loaded, before others see it."""
+    try:
+        ctypes.CDLL(str(folder / f"{job.source.name}.so"))
+    except OSError as error:
+        told = replace(linked, complaints=f"{error}\n{linked.complaints}".replace(f"{folder}/", ""))
+        raise _failure(job, folder, [told], "made a library that cannot be loaded") from error
+
+
+def _failure(job: Job, folder: Path, failed: Sequence[Finished], verdict: str) -> BuildFailed:
+    """The error for a source of which no library could be made; its folder is kept, with a report in it."""
     remove(folder / "objects")
     (folder / "report.txt").write_text(_report(job, failed))
     kept = store.publish(folder, _failed(job))
     lines = [line for line in failed[0].output.splitlines() if line.strip()] or ["(nothing)"]
     start = next((at for at, line in enumerate(lines) if any(sign in line for sign in ERRORS)), 0)
-    ours = f"\nSENNIT_CXXFLAGS adds: {shlex.join(cxx_flags())}" if cxx_flags() else ""
+    ours = f"\nSENNIT_CXXFLAGS adds: {shlex.join(cxx_flags())}; try without it first" if cxx_flags() else ""
     return BuildFailed(
-        f"{job.source.name}: {job.toolchain.version} rejected it, and said first:\n"
+        f"{job.source.name}: {job.toolchain.version} {verdict}:\n"
         + "".join(f"  {line}\n" for line in lines[start : start + FIRST_LINES])
         + f"Command, in {kept}:\n  {shlex.join(failed[0].command)}{ours}\n"
         f"To report this, attach {kept / 'report.txt'}"
@@ -221,25 +281,37 @@ def _report(job: Job, failed: Sequence[Finished]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def _text(error: Exception) -> str:
+    number = getattr(error, "errno", None)
+    return str(error).removeprefix(f"[Errno {number}] ")
+
+
 def _unusable(name: str, problem: str) -> BuildUnavailable:
+    """The error for a folder in which a library cannot be built, with what to do."""
+    if found := store.obstacle():
+        return BuildUnavailable(f"{name} cannot be built: {found}")
+    full = any(sign in problem for sign in NO_SPACE)
+    remedy = "make some MB free there, or set" if full else "set"
     return BuildUnavailable(
-        f"{name} cannot be built in {library_dir()}: {problem}; make that folder writable, with some MB free, "
-        "or set SENNIT_CACHE_DIR to one that is"
+        f"{name} cannot be built in {library_dir()}: {problem}; {remedy} SENNIT_CACHE_DIR to another folder"
     )
 
 
 @contextmanager
-def _saying(what: str) -> Iterator[Timer]:
-    """Say one line on standard error if the inside takes long; cancelling the timer ends that."""
-    timer = Timer(PATIENCE, _say, [what])
-    timer.daemon = True
-    timer.start()
+def _saying(what: str, more: str = "") -> Iterator[Event]:
+    """Say a line on standard error if the inside takes long, and again while it does; setting the event ends that."""
+    done = Event()
+    Thread(target=_say, args=(what, more, done), daemon=True).start()
     try:
-        yield timer
+        yield done
     finally:
-        timer.cancel()
+        done.set()
 
 
-def _say(what: str) -> None:
-    if sys.stderr is not None:
-        print(f"sennit: {what}", file=sys.stderr, flush=True)
+def _say(what: str, more: str, done: Event) -> None:
+    start, pause = monotonic(), PATIENCE
+    while not done.wait(pause):
+        if sys.stderr is not None:
+            print(f"sennit: {what}{more}\n", end="", file=sys.stderr, flush=True)
+        pause = REMINDER
+        more = f", {monotonic() + pause - start:.0f} s so far"

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-__all__ = ["hash_bytes", "remove", "write_atomically"]
+__all__ = ["hash_bytes", "read_object", "remove", "write_atomically"]
 
 
 def hash_bytes(data: bytes) -> str:
     """A hash of 128 bits, in hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it holds something else.
+    """
+    try:
+        read = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} holds no object")
+    return read
 
 
 def write_atomically(path: Path, text: str) -> None:

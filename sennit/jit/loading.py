@@ -16,9 +16,8 @@ from sennit.jit.store import set_aside
 if TYPE_CHECKING:
     from tvm_ffi import Module
 
-__all__ = ["load"]
+__all__ = ["load", "surroundings"]
 
-# What else decides which library a source means, and may change while a process runs.
 SURROUNDINGS = ("CXX", "PATH", "SENNIT_CACHE_DIR", "SENNIT_CXXFLAGS")
 
 _modules: dict[tuple[Source, tuple[str | None, ...]], Module] = {}
@@ -34,13 +33,18 @@ def load(source: Source) -> Module:
         BuildUnavailable: nothing can be compiled here, or the cache folder cannot be written.
         BuildFailed: the compiler rejected the source, or what it made of it cannot be loaded.
     """
-    known = source, tuple(map(os.environ.get, SURROUNDINGS))
+    known = source, surroundings()
     if (module := _modules.get(known)) is not None:
         return module
     with _locks.setdefault(known, Lock()):
         if known not in _modules:
             _modules[known] = _load(source)
         return _modules[known]
+
+
+def surroundings() -> tuple[str | None, ...]:
+    """What else decides which library a source means, and whether it can be built; it may change at any time."""
+    return tuple(map(os.environ.get, SURROUNDINGS))
 
 
 def _load(source: Source) -> Module:

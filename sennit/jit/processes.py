@@ -6,18 +6,20 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from threading import Event
 from types import TracebackType
 
-__all__ = ["Finished", "Stopped", "Workers", "run"]
+__all__ = ["Finished", "Stopped", "Workers", "processors", "run"]
 
 LOOK = 0.1  # seconds between looks at whether to stop
+# Ends a process group when the pipe from here closes, as it does however this process ends.
+WATCH = ("/bin/sh", "-c", 'read -r _ || kill -s KILL -- "-$1"', "sh")
 
 
 class Stopped(Exception):
@@ -26,11 +28,24 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Finished:
-    """A process that has ended: its command, its exit status (negative: a signal) and all that it printed."""
+    """A process that has ended.
+
+    Attributes:
+        command: program and arguments.
+        status: its exit status; negative: the signal that ended it.
+        printed: what it printed on standard output.
+        complaints: what it printed on standard error.
+    """
 
     command: tuple[str, ...]
     status: int
-    output: str
+    printed: str
+    complaints: str
+
+    @property
+    def output(self) -> str:
+        """All that it printed."""
+        return self.complaints + self.printed
 
 
 def run(
@@ -38,7 +53,8 @@ def run(
 ) -> Finished:
     """Run one command to its end. On any exception it and the processes that it started are killed.
 
-    Its messages are in English, and its temporary files in ``folder``.
+    They are also when a signal ends this process. Processes that the command leaves behind are not waited for. Its
+    messages are in English, and its temporary files in ``folder``.
 
     Args:
         command: program and arguments.
@@ -58,44 +74,67 @@ def run(
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
+        stderr=subprocess.PIPE,
         start_new_session=True,  # a group of its own, so that a compiler's own children can be killed with it
     )
     try:
-        return Finished(tuple(command), *_outcome(process, stop, limit))
+        with _watched(process):
+            texts = _texts(process, stop, limit)
+        printed, complaints = (text.decode("utf-8", errors="replace") for text in texts)
+        return Finished(tuple(command), process.returncode, printed, complaints)
     finally:
         _kill(process)
 
 
-def _outcome(process: subprocess.Popen[str], stop: Event | None, limit: float) -> tuple[int, str]:
+@contextmanager
+def _watched(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End a process and those that it started if this one ends inside, even where no Python code runs any more."""
+    watcher = subprocess.Popen(
+        [*WATCH, str(process.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.communicate()
+
+
+def _texts(process: subprocess.Popen[bytes], stop: Event | None, limit: float) -> tuple[bytes, bytes]:
+    """What a process prints on standard output and standard error until it ends."""
     deadline = time.monotonic() + limit
+    ended = False
     while True:
         try:
-            output, _ = process.communicate(timeout=LOOK)
-            return process.returncode, output
-        except subprocess.TimeoutExpired:
+            return process.communicate(timeout=LOOK)
+        except subprocess.TimeoutExpired as so_far:
+            if ended:  # and the pipes are held by a process that it left behind
+                return so_far.output or b"", so_far.stderr or b""
+            ended = process.poll() is not None
             if stop is not None and stop.is_set():
                 raise Stopped from None
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no answer in {limit:g} s") from None
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None:
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
 class Workers:
     """As many compilers at a time as this process has processors; leaving the context by an exception stops all."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_processors(), thread_name_prefix="sennit-compiler")
+        self._pool = ThreadPoolExecutor(processors(), thread_name_prefix="sennit-compiler")
         self.stop = Event()
 
     def __enter__(self) -> Workers:
@@ -129,7 +168,8 @@ class Workers:
         return run(command, folder=folder, stop=self.stop)
 
 
-def _processors() -> int:
+def processors() -> int:
+    """How many processors this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sennit.errors import InvalidInput
@@ -22,6 +22,7 @@ class Source:
         units: file name and C++ text of every translation unit.
         headers: a folder whose files, in sub-folders too, are on the include path; None where there are none.
         flags: compiler flags behind the usual ones, such as the instruction set.
+        purpose: what it is for, where its name does not say so; shown to people, and no part of what it is.
 
     Raises:
         InvalidInput: a name is not a plain file name, there is no unit, or two have one name.
@@ -36,6 +37,7 @@ class Source:
     units: tuple[tuple[str, str], ...]
     headers: Path | None
     flags: tuple[str, ...] = ()
+    purpose: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

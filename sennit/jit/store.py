@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sennit.env import folder_size, library_dir
-from sennit.jit.files import hash_bytes, remove
+from sennit.jit.files import hash_bytes, read_object, remove
 
 __all__ = [
     "Cleared",
@@ -23,6 +22,7 @@ __all__ = [
     "find",
     "lock",
     "new_folder",
+    "obstacle",
     "publish",
     "seal",
     "set_aside",
@@ -46,6 +46,7 @@ class Entry:
         built: when, in seconds since 1970.
         compiler: the version of the compiler.
         flags: compiler flags of the source and of the user.
+        purpose: what it is for, where its name does not say so.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Entry:
     built: float
     compiler: str
     flags: tuple[str, ...]
+    purpose: str = ""
 
 
 def find(name: str, key: str) -> Path | None:
@@ -62,7 +64,7 @@ def find(name: str, key: str) -> Path | None:
     folder = library_dir() / f"{name}-{key}"
     library = folder / f"{name}.so"
     try:
-        manifest = _manifest(folder)
+        manifest = read_object(folder / MANIFEST)
         data = library.read_bytes()
     except (OSError, ValueError):
         return None
@@ -70,11 +72,11 @@ def find(name: str, key: str) -> Path | None:
     return library if whole.items() <= manifest.items() else None
 
 
-def seal(folder: Path, name: str, key: str, *, compiler: str, flags: tuple[str, ...]) -> None:
+def seal(folder: Path, name: str, key: str, *, compiler: str, flags: tuple[str, ...], purpose: str = "") -> None:
     """Write the manifest of a library that has just been built in a folder."""
     data = (folder / f"{name}.so").read_bytes()
     made = {"name": name, "key": key, "size": len(data), "hash": hash_bytes(data)}
-    made |= {"built": time.time(), "compiler": compiler, "flags": flags}
+    made |= {"built": time.time(), "compiler": compiler, "flags": flags, "purpose": purpose}
     (folder / MANIFEST).write_text(json.dumps(made, indent=2) + "\n")
 
 
@@ -83,9 +85,10 @@ def entries() -> list[Entry]:
     found = []
     for folder in _contents():
         try:
-            made = _manifest(folder)
+            made = read_object(folder / MANIFEST)
             built, flags = float(made["built"]), tuple(map(str, made["flags"]))
-            entry = Entry(made["name"], made["key"], folder, folder_size(folder), built, made["compiler"], flags)
+            told = made["compiler"], flags, str(made.get("purpose", ""))
+            entry = Entry(made["name"], made["key"], folder, folder_size(folder), built, *told)
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if folder.name == f"{entry.name}-{entry.key}":
@@ -93,11 +96,15 @@ def entries() -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.name, entry.built))
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    read = json.loads((folder / MANIFEST).read_bytes())
-    if not isinstance(read, dict):
-        raise ValueError(f"{folder / MANIFEST} holds no object")
-    return read
+def obstacle() -> str:
+    """What keeps new libraries from being kept, and what to do; empty where nothing does. Nothing is written for it."""
+    place = library_dir()
+    there = next(path for path in (place, *place.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return f"{there} is not a folder; remove it, or set SENNIT_CACHE_DIR to a folder"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} cannot be written; make it writable, or set SENNIT_CACHE_DIR to a folder that is"
+    return ""
 
 
 def new_folder(stem: str) -> Path:

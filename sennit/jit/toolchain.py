@@ -13,13 +13,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from sennit.env import library_dir
 from sennit.errors import BuildUnavailable
-from sennit.jit.files import hash_bytes, write_atomically
+from sennit.jit.files import hash_bytes, read_object, write_atomically
 from sennit.jit.processes import Finished, run
 
 __all__ = ["INSTALL", "NAMES", "Toolchain", "find_toolchain"]
+
+T = TypeVar("T")
 
 NAMES = ("c++", "g++", "clang++")
 INSTALL = (
@@ -139,17 +142,20 @@ def _candidates(cxx: str, path: str) -> list[tuple[str, ...]]:
 
 def _ask(words: tuple[str, ...], folder: Path) -> Toolchain:
     """Ask a compiler for its version, its target and its macros, and remember what it said."""
-    version = _say(words, "--version").splitlines()[0].strip()
+    version = _first_line(_say(words, "--version"))
     target = _say(words, "-dumpmachine").strip()
     native, macros = _native(words, version)
-    defined = {line.split()[1] for line in macros if line.startswith("#define ")}
+    defined = [line.split() for line in macros if line.startswith("#define ")]
+    if any(len(line) < 2 for line in defined):
+        raise BuildUnavailable(f"{shlex.join(words)} ({version}) defines a macro without a name")
+    names = {line[1] for line in defined}
     made = Toolchain(
         compiler=Path(words[0]),
         arguments=words[1:],
         version=version,
         target=target,
         native=native,
-        features=frozenset(name for name, needed in MACROS.items() if defined.issuperset(needed)),
+        features=frozenset(name for name, needed in MACROS.items() if names.issuperset(needed)),
         macros=hash_bytes("\n".join(macros).encode()),
     )
     with suppress(OSError):  # a cache that cannot be written costs the time of asking again
@@ -166,16 +172,16 @@ def _native(words: tuple[str, ...], version: str) -> tuple[tuple[str, ...], list
         # With a header of C++20, since a compiler without one is of no use.
         answer = _answer(words, *native, STANDARD, "-dM", "-E", "-include", "bit", "-x", "c++", os.devnull)
         if answer.status == 0:
-            return native, sorted(answer.output.splitlines())
+            return native, sorted(answer.printed.splitlines())
     raise BuildUnavailable(f"{shlex.join(words)} ({version}) has no C++20: {_first_line(answer.output)}")
 
 
 def _say(words: tuple[str, ...], option: str) -> str:
     """What a compiler prints when asked for something that every compiler knows."""
     answer = _answer(words, option)
-    if answer.status != 0 or not answer.output.strip():
+    if answer.status != 0 or not answer.printed.strip():
         raise BuildUnavailable(f"{shlex.join(words)} {option} failed: {_first_line(answer.output)}")
-    return answer.output
+    return answer.printed
 
 
 def _answer(words: tuple[str, ...], *options: str) -> Finished:
@@ -196,9 +202,11 @@ def _plain_name(library: str) -> str:
 def _remembered(words: tuple[str, ...], folder: Path) -> Toolchain | None:
     """What the cache folder holds of this very compiler on this very processor."""
     try:
-        stored = json.loads(_memory(words, folder).read_text())
-        texts = {name: str(stored[name]) for name in ("version", "target", "macros")}
-        lists = {name: [str(word) for word in stored[name]] for name in ("native", "features")}
+        stored = read_object(_memory(words, folder))
+        texts = {name: _checked(stored[name], str) for name in ("version", "target", "macros")}
+        lists = {
+            name: [_checked(word, str) for word in _checked(stored[name], list)] for name in ("native", "features")
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Toolchain(
@@ -208,6 +216,12 @@ def _remembered(words: tuple[str, ...], folder: Path) -> Toolchain | None:
         features=frozenset(lists["features"]),
         **texts,
     )
+
+
+def _checked(value: object, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
 
 
 def _remember(toolchain: Toolchain, folder: Path) -> None:

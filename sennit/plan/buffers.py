@@ -105,7 +105,7 @@ class PlanBuffers:
             max_pages=max_pages,
             max_tree_nodes=max_tree_nodes,
             layout=layout,
-            max_partial_rows=2 * config.num_workers * sum(strand.tile_rows for strand in config.strands),
+            max_partial_rows=config.max_partial_rows,
             device_array=array,
         )
 

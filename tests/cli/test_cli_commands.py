@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -13,7 +14,7 @@ from sennit.plan.batch import Batch
 
 GROUPS = [("bench",), ("cache",)]
 COMMANDS = [
-    *[("generate",), ("info",), ("check",), ("plan",), ("bench", "plan"), ("bench", "generate")],
+    *[("generate",), ("info",), ("check",), ("plan",), ("kernels",), ("bench", "plan"), ("bench", "generate")],
     *[("cache", "list"), ("cache", "clear"), ("cache", "warm")],
 ]
 
@@ -63,6 +64,12 @@ def test_brackets_in_what_a_user_wrote_are_printed_as_they_are(sennit):
 def test_an_error_is_red_on_a_terminal(sennit):
     result = sennit("plan", "12@x", env={"NO_COLOR": "", "FORCE_COLOR": "1", "TERM": "xterm-256color"})
     assert result.stderr.startswith("\x1b[31merror: ")
+
+
+def test_a_warning_is_one_line_without_code(sennit, monkeypatch):
+    parse = Batch.parse
+    monkeypatch.setattr(Batch, "parse", lambda *a, **k: warnings.warn("[red]slow", stacklevel=1) or parse(*a, **k))
+    assert sennit("plan", "1@1").stderr == "warning: [red]slow\n"
 
 
 def test_an_interrupt_is_one_line_with_exit_code_130(sennit, monkeypatch):

@@ -43,7 +43,7 @@ def test_one_prompt_prints_its_text_and_a_newline(generate, expected):
 
 
 def test_json_has_prompt_text_tokens_and_reason_in_order(generate, expected):
-    found = json.loads(generate(*PROMPTS, "--json").stdout)
+    found = json.loads(generate(*PROMPTS, "--json", "--backend", "reference").stdout)
     for prompt, one in zip(PROMPTS, found, strict=True):
         wanted = expected(prompt)
         assert one == {
@@ -53,6 +53,7 @@ def test_json_has_prompt_text_tokens_and_reason_in_order(generate, expected):
             "finish_reason": wanted.finish_reason,
             "stopped_by": None,
             "seed": None,
+            "backend": "reference",
         }
 
 
@@ -64,6 +65,7 @@ def test_several_prompts_are_printed_in_order_with_brackets_as_they_are(generate
     out = generate(*PROMPTS, width=100).stdout
     headings = [out.index(f"[{i}] {prompt}") for i, prompt in enumerate(PROMPTS, 1)]
     assert headings == sorted(headings)
+    assert out.endswith(("\nbackend cpu\n", "\nbackend reference\n"))
     for prompt in PROMPTS:
         assert expected(prompt).text.strip("\n") in out
 

@@ -17,6 +17,8 @@ from sennit.backends import registry
 from sennit.jit import Toolchain
 from sennit.jit.store import seal
 
+AUTO = registry.AUTO_ORDER["cpu"]
+
 
 @pytest.fixture
 def toolchain(monkeypatch):
@@ -58,7 +60,7 @@ def test_every_backend_is_listed_with_its_reason(sennit, add_backend):
     assert not entries["absent"]["accepted"]
     assert entries["absent"]["reason"] == "needs a GPU [red]of another kind"
     assert entries["absent"]["auto_order"] is None
-    assert "needs a GPU [red]of another kind" in " ".join(sennit("info").stdout.split())
+    assert "backend absent, device cpu: needs a GPU [red]of another kind" in sennit("info").stdout.splitlines()
 
 
 def test_auto_uses_the_first_backend_that_accepts(sennit, add_backend, monkeypatch):
@@ -80,6 +82,24 @@ def test_the_compiler_is_shown_or_why_there_is_none(sennit, toolchain, monkeypat
     assert none["compiler"] is None
     assert "neon" in none["problem"]
     assert any(line.split()[:1] == ["none"] for line in sennit("info").stdout.splitlines())
+
+
+@pytest.mark.compiler
+def test_a_cache_in_which_nothing_can_be_built_turns_the_cpu_backend_down(sennit, tmp_path):
+    (tmp_path / "file").write_text("")
+    env = {"SENNIT_CACHE_DIR": str(tmp_path / "file")}
+    cpu, reference = (next(e for e in found(sennit, env=env)["backends"] if e["backend"] == b) for b in AUTO)
+    assert (cpu["accepted"], cpu["used_by_auto"], reference["used_by_auto"]) == (False, False, True)
+    assert f"{tmp_path / 'file'} is not a folder" in cpu["reason"]
+    assert any(
+        line.endswith(f"not a folder  {tmp_path / 'file'}") for line in sennit("info", env=env).stdout.splitlines()
+    )
+
+
+def test_a_variable_that_stops_every_launch_stops_info_too(sennit):
+    result = sennit("info", env={"SENNIT_CPU_ISA": "nonsense"})
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: SENNIT_CPU_ISA: expected one of amx, ")
 
 
 def test_a_broken_backend_of_a_third_party_does_not_hide_the_others(sennit, add_backend):

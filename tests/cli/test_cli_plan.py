@@ -86,6 +86,11 @@ def test_a_backend_brings_its_own_configuration(sennit):
     assert (found["configuration"], found["workers"]) == (config.name, config.num_workers)
 
 
+def test_it_is_said_what_a_plan_is_for(sennit):
+    assert "planned for    an imaginary GPU" in sennit("plan", MIX).stdout
+    assert "planned for    reference " in sennit("plan", MIX, "--backend", "reference").stdout
+
+
 def test_options_of_the_example_are_refused_beside_a_backend(sennit):
     result = sennit("plan", MIX, "--backend", "reference", "--workers", "8")
     assert result.exit_code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from sennit import jit
 from sennit.bench import attention, calls, cpu, host, probe, sdpa, timing, vllm_cpu, workloads
 from sennit.bench.attention import Setting
 from sennit.bench.correctness import find_truth
-from sennit.bench.instruments import Absent, Ceiling, Peer, Prepared
-from sennit.bench.results import Balance
+from sennit.bench.instruments import Absent, Ceiling, Clock, Peer, Prepared
+from sennit.bench.results import Balance, Heat
 from sennit.bench.work import count_work, seen_keys
 from sennit.check.functions import Functions
 from sennit.check.oracle import Rules, dense_attention
@@ -70,7 +71,7 @@ def test_work_of_a_batch_is_the_sum_of_its_requests_and_latent_keys_are_read_onc
 
 
 def test_workloads_are_chosen_by_name_by_pattern_and_by_batch():
-    assert [w.name for w in workloads.choose_workloads([])] == [w.name for w in workloads.WORKLOADS]
+    assert [w.name for w in workloads.choose_workloads([])] == [w.name for w in workloads.CPU_WORKLOADS]
     assert [w.batch for w in workloads.choose_workloads(["prefill-1k", "2*1@7", "prefill-*"])] == [
         "1024@1024", "2*1@7", "4096@4096",
     ]  # fmt: skip
@@ -83,9 +84,9 @@ def test_what_is_neither_a_name_nor_a_batch_with_work_is_refused(text):
 
 
 def test_only_masks_and_functions_make_a_workload_differ_from_plain_causal():
-    differing = [w.name for w in workloads.WORKLOADS if w.plain is not None]
+    differing = [w.name for w in workloads.CPU_WORKLOADS if w.plain is not None]
     assert differing == ["window", "score-mod"]
-    window = next(w for w in workloads.WORKLOADS if w.name == "window")
+    window = next(w for w in workloads.CPU_WORKLOADS if w.name == "window")
     assert (window.plain.batch, window.plain.heads, window.plain.plain) == (window.batch, window.heads, None)
 
 
@@ -193,12 +194,21 @@ class Scripted:
     notes = ()
 
     def __init__(self):
-        self.calls = 0
+        self.calls, self.hardware = 0, {}
 
-    def time(self, function, before=None):
+    def clocks(self, subjects, before=lambda name: None):
+        return {name: Clock(partial(self.time, s.run), s.run, "a script") for name, s in subjects.items()}
+
+    def time(self, function):
         function()
         self.calls += 1
         return 1e-3
+
+    def heat(self, clock):
+        return Heat(self.time(clock.launch) * 1e6, 2e3, 1980.0, None)
+
+    def settle(self):
+        pass
 
     def ceilings(self, dtype):
         return [

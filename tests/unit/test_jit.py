@@ -158,6 +158,7 @@ DAMAGE = {
     "no manifest": lambda entry, other: (entry / "manifest.json").unlink(),
     "an empty manifest": lambda entry, other: (entry / "manifest.json").write_text(""),
     "a manifest that is a list": lambda entry, other: (entry / "manifest.json").write_text("[]"),
+    "a manifest nested too deeply": lambda entry, other: (entry / "manifest.json").write_text("[" * 200_000),
     "another's manifest": lambda entry, other: shutil.copy(other / "manifest.json", entry),
     "another's entry": copy_another,
     "a file in its place": become_a_file,

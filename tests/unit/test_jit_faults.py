@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -76,13 +79,13 @@ def test_an_error_of_the_linker_is_a_failed_build(libraries):
 def test_a_missing_function_is_an_error_when_the_library_is_loaded_and_not_when_it_is_called(libraries):
     text = tiny("missing_function()").units[0][1]
     source = jit.Source("missing", (("tiny.cpp", f"long missing_function();\n{text}"),), None)
-    with pytest.raises(BuildFailed, match=r"cannot be loaded: .*missing_function"):
+    with pytest.raises(BuildFailed, match=r"cannot be loaded:\n  missing\.so: .*missing_function"):
         jit.load(source)
 
 
 def test_users_flags_are_named_when_a_build_fails(libraries, monkeypatch):
     monkeypatch.setenv("SENNIT_CXXFLAGS", "-fno-such-flag")
-    with pytest.raises(BuildFailed, match="SENNIT_CXXFLAGS adds: -fno-such-flag") as caught:
+    with pytest.raises(BuildFailed, match="SENNIT_CXXFLAGS adds: -fno-such-flag; try without") as caught:
         jit.build(tiny(1))
     assert "error: unrecognized" in str(caught.value)
 
@@ -92,7 +95,9 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(libraries, kin
     root = libraries.parent
     with within(root, kind), pytest.raises(BuildUnavailable) as caught:
         jit.build(tiny(1))
-    assert str(libraries) in str(caught.value)
+    wrong = "cannot be written" if "read" in kind else "is not a folder"
+    place = libraries if "in its place" in kind else root
+    assert f"tiny cannot be built: {place} {wrong}; " in str(caught.value)
     assert "SENNIT_CACHE_DIR" in str(caught.value)
 
 
@@ -129,7 +134,7 @@ def test_a_library_in_a_cache_that_cannot_be_written_is_used(compiler, libraries
     jit.build(tiny(1))
     with read_only(libraries.parent):
         assert jit.load(tiny(1)).answer() == 1
-        with pytest.raises(BuildUnavailable, match="tiny cannot be built in"):
+        with pytest.raises(BuildUnavailable, match=r"cannot be built: .* cannot be written"):
             jit.build(tiny(2))
     assert jit.load(tiny(2)).answer() == 2
 
@@ -139,7 +144,7 @@ def test_a_full_disk_is_an_error_and_with_room_again_the_build_works(libraries):
     root.mkdir()
     with mounted(root, "-t", "tmpfs", "-o", "size=512k", "none"):
         (root / "filler").write_bytes(b"0" * 500_000)
-        with pytest.raises(BuildUnavailable, match="No space left on device"):
+        with pytest.raises(BuildUnavailable, match=r"libraries: No space left on device.*; make some MB free"):
             jit.build(tiny(1))
         assert visible(libraries) == []
         (root / "filler").unlink()
@@ -167,8 +172,55 @@ def test_a_compiler_that_runs_out_of_disk_or_memory_is_not_the_sources_fault(com
 def test_a_compiler_that_disappears_is_an_error(compiler):
     jit.find_toolchain()
     compiler.path.unlink()
-    with pytest.raises(BuildUnavailable, match=r"tiny cannot be built in .*No such file or directory: '.*/compiler'"):
+    with pytest.raises(BuildUnavailable, match=r"the compiler cannot be run: No such file or directory: '.*/compiler'"):
         jit.build(tiny(1))
+
+
+@pytest.mark.parametrize(
+    ("does", "problem"), [(":", "cannot open shared object file"), ("echo garbage > tiny.so", "file too short")]
+)
+def test_a_linker_that_makes_no_library_is_a_failed_build_and_nobody_sees_what_it_made(
+    compiler, libraries, does, problem
+):
+    compiler.does(f"{does}; exit 0", when="*-shared*")
+    with pytest.raises(BuildFailed, match=f"made a library that cannot be loaded:\n  tiny.so: {problem}"):
+        jit.build(tiny(1))
+    assert [path.name.split("-")[0] for path in libraries.iterdir() if path.is_dir()] == ["failed"]
+    compiler.does("")
+    assert answer(jit.build(tiny(1))) == 1
+
+
+@pytest.mark.parametrize("step", ["*-c*", "*-shared*"])
+def test_a_cache_that_is_removed_during_a_build_is_an_error_that_says_so(compiler, libraries, step):
+    compiler.does(f"rm -rf {libraries}", when=step)
+    with pytest.raises(BuildUnavailable, match=f"tiny was not built: {libraries} was removed meanwhile"):
+        jit.build(tiny(1))
+    compiler.does("")
+    assert answer(jit.build(tiny(1))) == 1
+
+
+def test_what_a_compiler_leaves_running_is_not_waited_for(compiler, tmp_path):
+    pid = tmp_path / "pid"
+    compiler.does(f"sleep 60 & echo $! > {pid}", when="*-c*")
+    jit.build(tiny(1))
+    left = int(pid.read_text())
+    assert runs(left)
+    os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_that_ends_the_process_ends_its_compilers(compiler, tmp_path, number):
+    jit.find_toolchain()
+    pid = tmp_path / "pid"
+    compiler.does(f"sleep 60 & echo $! > {pid}.new; mv {pid}.new {pid}; wait", when="*-c*")
+    process = multiprocessing.get_context("fork").Process(target=jit.build, args=(tiny(1),))
+    process.start()
+    while not pid.exists():
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == -number
+    assert not runs(int(pid.read_text()))
 
 
 def test_an_interrupt_ends_a_compiler_that_hangs_and_leaves_nothing(compiler, libraries, tmp_path):
@@ -242,8 +294,31 @@ def test_one_failure_of_several_is_raised_after_the_others_are_built(libraries):
 def test_a_build_that_takes_long_says_one_line_on_standard_error(compiler, libraries, monkeypatch, capfd):
     monkeypatch.setattr(building, "PATIENCE", 0.2)
     compiler.does("sleep 0.6", when="*-c*")
+    jit.build(dataclasses.replace(tiny(1), purpose="two"))
+    assert capfd.readouterr() == ("", f"sennit: building tiny for two (once; kept in {libraries})\n")
+
+
+def test_a_build_that_takes_longer_says_how_long_it_has_taken(compiler, libraries, monkeypatch, capfd):
+    monkeypatch.setattr(building, "PATIENCE", 0.1)
+    monkeypatch.setattr(building, "REMINDER", 0.8)
+    compiler.does("sleep 1.1", when="*-c*")
     jit.build(tiny(1))
-    assert capfd.readouterr() == ("", f"sennit: building tiny (once; kept in {libraries})\n")
+    assert re.search(r"^sennit: building tiny, [1-9] s so far$", capfd.readouterr().err, re.MULTILINE)
+
+
+def test_what_could_be_built_and_what_is_there_is_found_without_building(compiler, libraries, monkeypatch):
+    jit.check_buildable()
+    assert jit.find(tiny(1)) is None
+    assert compiler.units == 0
+    assert not visible(libraries)
+    path = jit.build(tiny(1))
+    with read_only(libraries.parent):
+        assert jit.find(tiny(1)) == path
+        with pytest.raises(BuildUnavailable, match=f"{libraries} cannot be written"):
+            jit.check_buildable()
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with pytest.raises(BuildUnavailable, match="no such program"):
+        jit.check_buildable()
 
 
 def test_waiting_for_another_process_that_builds_is_said(libraries, monkeypatch, capfd):

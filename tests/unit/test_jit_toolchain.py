@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -87,6 +89,24 @@ def test_features_of_this_processor_are_those_that_its_compiler_really_allows(li
         assert (result.returncode == 0) == (name in found.features)
 
 
+def test_what_a_compiler_says_on_standard_error_is_no_answer(programs):
+    def found(name, warning):
+        programs(name, f"{warning}\n{pretending('__AVX2__ __FMA__ __F16C__')}")
+        return dataclasses.replace(jit.find_toolchain(), compiler="")
+
+    programs("c++", pretending(refused="--version"))  # and so the next are taken
+    noisy = found("g++", 'echo "ccache: warning: process $$" >&2')
+    forget()
+    assert noisy == found("g++", ":")
+    assert noisy.features == {"avx2"}
+
+
+def test_a_macro_without_a_name_is_no_answer(programs):
+    programs("c++", pretending().replace(") :", ") echo '#define '"))
+    with pytest.raises(BuildUnavailable, match="defines a macro without a name"):
+        jit.find_toolchain()
+
+
 def test_a_compiler_that_knows_no_native_flag_is_used_without(programs):
     programs("c++", pretending("__AVX2__ __FMA__ __F16C__", refused="=native"))
     assert jit.find_toolchain().native == ()
@@ -151,11 +171,14 @@ def test_what_a_compiler_said_is_remembered_in_the_cache_until_it_changes(compil
     forget()
     assert jit.find_toolchain().version == "changed"
     [memory, _] = sorted(libraries.glob(".compiler-*.json"), key=lambda path: "changed" not in path.read_text())
-    for damage in ("", "[]", "{}", '{"version": 1, "target": 2, "macros": 3, "native": 4, "features": 5}'):
+    whole = json.loads(memory.read_text())
+    numbers = {"version": 1, "target": 2, "macros": 3, "native": 4, "features": 5}
+    wrong = [{}, numbers, *(whole | {name: value} for name, value in numbers.items()), whole | {"native": "-march=x"}]
+    for damage in ("", "[]", "[" * 200_000, *map(json.dumps, wrong)):
         memory.write_text(damage)
         forget()
-        assert jit.find_toolchain().version == "changed"
-        assert "changed" in memory.read_text()
+        assert jit.find_toolchain() == dataclasses.replace(first, version="changed")
+        assert json.loads(memory.read_text()) == whole
 
 
 def test_another_processor_is_asked_about_anew(compiler, monkeypatch):
@@ -219,6 +242,12 @@ def test_importing_tvm_ffi_compiles_no_extension_unless_the_user_asks(monkeypatc
 def test_the_instruction_set_can_be_named(monkeypatch, isa):
     monkeypatch.setenv("SENNIT_CPU_ISA", isa)
     assert env.cpu_isa() == isa
+
+
+def test_a_cache_folder_in_the_home_of_nobody_is_refused(monkeypatch):
+    monkeypatch.setenv("SENNIT_CACHE_DIR", "~no-such-user/x")
+    with pytest.raises(InvalidInput, match="SENNIT_CACHE_DIR: expected a folder, got '~no-such-user/x'"):
+        env.cache_dir()
 
 
 def test_an_unset_or_empty_instruction_set_is_none(monkeypatch):

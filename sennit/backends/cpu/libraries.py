@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sennit import jit
-from sennit.backends.cpu.instructions import instruction_set
+from sennit.backends.cpu.instructions import InstructionSet, instruction_set
 from sennit.backends.cpu.printing import graph_source
+from sennit.env import library_dir
+from sennit.errors import BuildUnavailable
 from sennit.spec import AttentionSpec
 
-__all__ = ["ELEMENTS", "attention_source", "cache_source", "function", "graph_address", "warm_sources"]
+__all__ = [
+    "ELEMENTS",
+    "attention_source",
+    "cache_source",
+    "check_libraries",
+    "function",
+    "graph_address",
+    "warm_sources",
+]
 
 CSRC = Path(__file__).parent / "csrc"
 ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}  # their names in C++
@@ -24,7 +35,8 @@ def attention_source(dtype: torch.dtype, kv_dtype: torch.dtype) -> jit.Source:
     """Attention for queries and outputs of ``dtype`` and keys and values of ``kv_dtype``."""
     defined = (f"-DSENNIT_QUERY={ELEMENTS[dtype]}", f"-DSENNIT_STORED={ELEMENTS[kv_dtype]}")
     units = tuple((name, (CSRC / name).read_text()) for name in ("wide.cpp", "narrow.cpp", "attention.cpp"))
-    return jit.Source("cpu-attention", units, CSRC, (*instruction_set().flags, *defined))
+    purpose = " / ".join(str(each).removeprefix("torch.") for each in dict.fromkeys([dtype, kv_dtype]))
+    return jit.Source("cpu-attention", units, CSRC, (*instruction_set().flags, *defined), purpose)
 
 
 def cache_source() -> jit.Source:
@@ -36,6 +48,25 @@ def warm_sources() -> list[jit.Source]:
     """What most models need."""
     usual = [attention_source(dtype, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
     return [*usual, cache_source()]
+
+
+def check_libraries() -> None:
+    """Check that libraries can be built, or else are there for one pair of dtypes at least; nothing is built for it.
+
+    Raises:
+        BuildUnavailable: neither, or the machine lacks what ``SENNIT_CPU_ISA`` names.
+    """
+    _check(instruction_set(), library_dir())
+
+
+@cache
+def _check(machine: InstructionSet, folder: Path) -> None:
+    try:
+        jit.check_buildable()
+    except BuildUnavailable:
+        pairs = (attention_source(*pair) for pair in product(ELEMENTS, repeat=2))
+        if not (jit.find(cache_source()) and any(map(jit.find, pairs))):
+            raise
 
 
 @cache

@@ -41,4 +41,10 @@ def _loaded() -> list[str]:
     except OSError:
         paths = {str(path) for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*")}
     found = [path for path in sorted(paths) if os.path.basename(path).startswith(LIBRARIES)]
-    return sorted(found, key=lambda path: "torch" not in path)
+    return sorted(found, key=lambda path: not path.startswith(_torch_folders()))
+
+
+def _torch_folders() -> tuple[str, ...]:
+    """Where PyTorch keeps libraries of its own, as the system names them."""
+    folder = os.path.realpath(os.path.dirname(torch.__file__))
+    return f"{folder}/", f"{folder}.libs/"

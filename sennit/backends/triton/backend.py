@@ -1,0 +1,337 @@
+"""The Triton backend: launches of the kernels, and which layers and devices it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+from math import prod
+from threading import Lock
+from typing import Any, cast
+
+import torch
+
+from sennit import env
+from sennit.backends.base import Append, Attend, Support
+from sennit.backends.merging import merge_states
+from sennit.backends.triton.costs import TritonConfig, device_of, is_sixteen_bits, kernel_configs
+from sennit.backends.triton.variant import Variant
+from sennit.plan.cost import KernelConfig
+from sennit.plan.tensors import Header
+from sennit.spec import AttentionSpec
+
+__all__ = ["TritonBackend"]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OLDEST = (3, 6)
+LEAST_CAPABILITY = (8, 0)
+ELEMENTS_AT_ONCE = 1024  # of a page that is copied
+APPENDED_ROWS = 4
+MERGED_ROWS = 4  # of a tile, at once
+MERGED_VALUES = 4096  # numbers of partial results at once
+MERGING_WORKERS = 8  # of one split tile
+MOST_FORMS = 256  # of launches that are remembered
+ALIGNED = 16  # what Triton looks for: bytes of addresses, elements of strides
+PACKAGES = ("triton", "pytorch-triton", "triton-windows")
+
+
+@dataclass(frozen=True)
+class TritonBackend:
+    """Persistent kernels over the planner's work items; sums are float32."""
+
+    name: str = "triton"
+
+    def available(self, device: torch.device) -> Support:
+        """On GPUs from Ampere on, and on CPUs in Triton's interpreter."""
+        wanted = "cpu" if env.triton_interpreted() else "cuda"
+        if device.type != wanted:
+            place = "on the CPU, since TRITON_INTERPRET is set" if env.triton_interpreted() else "on GPUs"
+            return Support.no(f"it runs {place}, not on {device}")
+        support = installed()
+        if not support.accepted or wanted == "cpu":
+            return support
+        if not torch.cuda.is_available():
+            return Support.no("PyTorch finds no GPU")
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LEAST_CAPABILITY:
+            return Support.no(f"the GPU's capability {capability[0]}.{capability[1]} is below 8.0 (Ampere)")
+        return support
+
+    def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
+        """Everything but float64."""
+        for field in ("dtype", "kv_dtype"):
+            if (dtype := getattr(spec, field)) not in DTYPES:
+                return Support.no(f"{field}={dtype} is not computed in float32, which is all that it has")
+        return Support.yes()
+
+    def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
+        """See :func:`~sennit.backends.triton.costs.kernel_configs`."""
+        return _configs(spec, device)
+
+    def attend(self, launch: Attend) -> None:
+        """See :class:`~sennit.backends.base.Backend`."""
+        arrays = launch.arrays
+        fixed = arrays[Header.GENERATION] > 0  # a graph of this launch serves other plans at the same addresses
+        if not (arrays[Header.NUM_ITEMS] or fixed):
+            return
+        num_partial_rows = launch.config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
+        q, out = _dense_columns(launch.q), _dense_columns(launch.out)
+        with _current(q.device):
+            _run(launch, q, out, num_partial_rows, merges=fixed or arrays[Header.NUM_MERGES] > 0)
+        if out is not launch.out:
+            launch.out.copy_(out)
+
+    def append(self, launch: Append) -> None:
+        """See :class:`~sennit.backends.base.Backend`."""
+        rows = launch.k.shape[0]
+        if not rows:
+            return
+        k, v = _dense_columns(launch.k), None if launch.v is None else _dense_columns(launch.v)
+        spec, k_pages, v_pages = launch.spec, launch.k_pages, launch.v_pages
+        grid = (-(-rows // APPENDED_ROWS), spec.num_kv_heads, 1)
+        with _current(k.device):
+            _kernels().append[grid](
+                launch.plan,
+                launch.page_table,
+                _contiguous(launch.kv_lens),
+                launch.slots,
+                rows,
+                k,
+                v,
+                k_pages,
+                v_pages,
+                *k.stride()[:2],
+                *((0, 0) if v is None else v.stride()[:2]),
+                *k_pages.stride()[:3],
+                *((0, 0, 0) if v_pages is None else v_pages.stride()[:3]),
+                page_size=launch.page_size,
+                dim_qk=spec.head_dim_qk,
+                dim_vo=spec.head_dim_vo,
+                width_qk=_power_of_two(spec.head_dim_qk),
+                width_vo=_power_of_two(spec.head_dim_vo),
+                rows_at_once=APPENDED_ROWS,
+                segments_at_once=128,
+                enable_fp_fusion=True,
+            )
+
+    def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~sennit.backends.base.Backend`."""
+        out, lse = merge_states(outs.float(), lses)
+        return out.to(outs.dtype), lse
+
+    def copy_pages(self, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See :class:`~sennit.backends.base.Backend`."""
+        sizes, strides = _runs(pages)
+        if not len(source) or not prod(sizes):
+            return
+        with _current(pages.device):
+            _kernels().copy_pages[(len(source), -(-prod(sizes) // ELEMENTS_AT_ONCE), 1)](
+                pages, source.long(), target.long(), *sizes, pages.stride(0), *strides,
+                elements=ELEMENTS_AT_ONCE, enable_fp_fusion=True,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels, which are imported when they are first needed."""
+
+    attend: Any
+    merge: Any
+    append: Any
+    copy_pages: Any
+
+
+@cache
+def _kernels() -> Kernels:
+    from sennit.backends.triton.kernels.attention import attend_kernel
+    from sennit.backends.triton.kernels.cache import append_kernel, copy_pages_kernel
+    from sennit.backends.triton.kernels.merge import merge_kernel
+
+    return Kernels(attend_kernel, merge_kernel, append_kernel, copy_pages_kernel)
+
+
+@dataclass
+class Compiled:
+    """What launches of one layer over tensors of the same form have in common.
+
+    Attributes:
+        spec, config: kept, since their addresses stand for them.
+        attended, merged: the last arguments of the kernels: strides, and what they are compiled for.
+        no_partials: stands for partial results where there are none.
+        attend, merge: the kernels, once they are compiled: launching them, Triton need not look at every argument.
+    """
+
+    spec: AttentionSpec
+    config: TritonConfig
+    attended: tuple[Any, ...]
+    merged: tuple[Any, ...]
+    no_partials: torch.Tensor
+    attend: Any = None
+    merge: Any = None
+
+
+_compiled: dict[tuple[Any, ...], Compiled] = {}  # the oldest first
+_lock = Lock()  # of additions
+
+
+def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, num_partial_rows: int, *, merges: bool) -> None:
+    """The attention kernel and, if ``merges``, the merge of its partial results."""
+    spec, k, v, lse = launch.spec, launch.k, launch.v, launch.lse
+    arrays, kv_lens, mask = launch.arrays, launch.kv_lens, launch.packed_mask
+    trees = arrays[Header.TREES_AT] < arrays[Header.TABLE_AT]
+    key = (
+        id(spec), id(launch.config), launch.page_size, trees, q.device.index, kv_lens is None, mask is None,
+        q.stride(), k.stride(), v.stride(), out.stride(), None if lse is None else lse.stride(),
+        q.data_ptr() % ALIGNED, k.data_ptr() % ALIGNED, v.data_ptr() % ALIGNED, out.data_ptr() % ALIGNED,
+    )  # fmt: skip
+    known = _compiled.get(key) or _remember(key, _form(launch, q, out, trees=trees))
+    partials = known.no_partials
+    if num_partial_rows:
+        partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
+    sinks = _contiguous(launch.sinks)
+    arguments = (
+        launch.plan, launch.page_table, _contiguous(kv_lens), q, k, v, out, lse, partials, mask, sinks,
+        _contiguous(launch.alibi_slopes), _captures(launch), launch.sm_scale, num_partial_rows, *known.attended,
+    )  # fmt: skip
+    grid = (known.config.num_workers, 1, 1)
+    if known.attend is not None:
+        known.attend[grid](*arguments)
+    else:
+        compiled = _kernels().attend[grid](*arguments, num_warps=known.config.num_warps, enable_fp_fusion=True)
+        if not spec.captures:  # whose forms are not in the key
+            known.attend = compiled
+    if not merges:
+        return
+    arguments = (launch.plan, out, lse, partials, sinks, num_partial_rows, *known.merged)
+    grid = (known.config.num_workers * len(known.config.strands), MERGING_WORKERS, 1)
+    if known.merge is not None:
+        known.merge[grid](*arguments)
+    else:
+        known.merge = _kernels().merge[grid](*arguments, enable_fp_fusion=True)
+
+
+def _remember(key: tuple[Any, ...], form: Compiled) -> Compiled:
+    with _lock:
+        while len(_compiled) >= MOST_FORMS:
+            del _compiled[next(iter(_compiled))]
+        return _compiled.setdefault(key, form)
+
+
+def _form(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, trees: bool) -> Compiled:
+    spec, lse, config = launch.spec, launch.lse, cast(TritonConfig, launch.config)
+    pools = (*_pool_strides(launch.k), *_pool_strides(launch.v))
+    written = (*out.stride()[:2], *((0, 0) if lse is None else lse.stride()))
+    addresses = launch.k.data_ptr() | launch.v.data_ptr()
+    aligned = addresses % ALIGNED == 0 and all(stride % ALIGNED == 0 for stride in pools)
+    variant = _variant(launch, config, trees=trees, aligned=aligned)
+    return Compiled(
+        spec,
+        config,
+        attended=(*q.stride()[:2], *pools, *written, variant, _change(spec)),
+        merged=(*written, MERGED_ROWS, _merged_parts(variant), variant),
+        no_partials=q.new_empty(1, dtype=torch.float32),
+    )
+
+
+def _variant(launch: Attend, config: TritonConfig, *, trees: bool, aligned: bool) -> Variant:
+    spec = launch.spec
+    return Variant(
+        # Of rows that Triton does not know to be aligned it makes no asynchronous copies, and a pipelined loop of what
+        # is left reads wrong addresses (Triton 3.6).
+        tiles=config.tiles if aligned else tuple(replace(tile, stages=1) for tile in config.tiles),
+        group_size=spec.group_size,
+        dim_qk=spec.head_dim_qk,
+        dim_vo=spec.head_dim_vo,
+        latent=spec.latent,
+        # Triton's interpreter cannot multiply matrices of bfloat16.
+        floats=not is_sixteen_bits(spec) or (env.triton_interpreted() and spec.dtype == torch.bfloat16),
+        page_size=launch.page_size,
+        same_strides=launch.k.stride() == launch.v.stride(),
+        window_left=spec.window_left,
+        window_right=spec.window_right,
+        num_sink_tokens=spec.num_sink_tokens,
+        logits_soft_cap=spec.logits_soft_cap,
+        trees=trees,
+        captures=bool(spec.captures),
+    )
+
+
+def _merged_parts(variant: Variant) -> int:
+    """Parts of a merge whose values fit registers together."""
+    return max(1, MERGED_VALUES // (MERGED_ROWS * variant.vo.main))
+
+
+def _change(spec: AttentionSpec) -> Any:
+    if spec.score_mod is None and spec.mask_mod is None:
+        return None
+    from sennit.backends.triton.functions import graph_function
+
+    return graph_function(spec)
+
+
+def _captures(launch: Attend) -> tuple[Any, ...]:
+    if not launch.spec.captures:
+        return ()
+    from sennit.backends.triton.functions import capture_arguments
+
+    return capture_arguments(launch.spec, launch.captures)
+
+
+def _pool_strides(pool: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of pages, slots and heads; packed keys have no pages."""
+    *page, slot, head, _ = pool.stride()
+    return (page[0] if page else 0), slot, head
+
+
+def _runs(pages: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Four sizes and strides of a page's dimensions, of which those that lie together are one."""
+    sizes, strides = [1], [1]
+    for size, stride in zip(reversed(pages.shape[1:]), reversed(pages.stride()[1:]), strict=True):
+        if size == 1:
+            continue
+        if stride == sizes[0] * strides[0] or sizes[0] == 1:
+            sizes[0], strides[0] = sizes[0] * size, strides[0] if sizes[0] > 1 else stride
+        else:
+            sizes.insert(0, size)
+            strides.insert(0, stride)
+    missing = 4 - len(sizes)
+    return [1] * missing + sizes, [0] * missing + strides
+
+
+def _dense_columns(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """The device made the current one, on which Triton launches; nothing where it is that already."""
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+@cache
+def _configs(spec: AttentionSpec, device: torch.device) -> tuple[TritonConfig, ...]:
+    return kernel_configs(spec, device_of(device))
+
+
+def installed() -> Support:
+    """Whether there is a Triton that is new enough."""
+    for name in PACKAGES:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+            return Support.not_yet(f"Triton {version} is older than 3.6; pip install -U triton")
+        return Support.yes()
+    return Support.not_yet("Triton is not installed; pip install triton")

@@ -1,0 +1,332 @@
+"""The attention kernel: persistent workers, each running its items of every strand."""
+
+import triton
+import triton.language as tl
+
+from sennit.backends.triton.kernels.keys import load_columns, load_pages, row_offsets
+from sennit.backends.triton.kernels.logits import change_logits, key_positions, row_positions, seen_keys, times_log2e
+from sennit.backends.triton.kernels.output import store_partial, store_rows, with_sinks
+from sennit.backends.triton.kernels.plan import load_item, load_segment, packed_rows, worker_items
+from sennit.backends.triton.kernels.softmax import empty_state, empty_sums, lse_and_factor, weigh, weigh_bare
+
+__all__ = ["attend_kernel"]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FLOATS_AT_ONCE = tl.constexpr(32)
+LARGEST_SCALE = tl.constexpr(64.0)  # below which `weigh_bare` holds for any logits that make sense
+
+
+@triton.jit
+def key_ranges(segment, item, variant: tl.constexpr):
+    """``(sink_start, sink_end, start, end, bare_start, bare_end)``: what some row of an item may see of its keys.
+
+    Sink tokens have a range of their own where there is a window. All rows see all keys of the bare range::
+
+        |sinks|    hidden    | some rows | bare: all rows | some rows |
+        sink_start           start                                  end
+    """
+    _, _, q_len, _, _, exact_len, key_offset, causal, tree_len, _ = segment
+    _, row_start, num_rows, _, _, _, key_start, hole_start, key_end = item
+    # Positions of the first and the last row, or limits of them.
+    first = exact_len - q_len + row_start // variant.group_size
+    last = exact_len - q_len + (row_start + num_rows - 1) // variant.group_size
+    committed = exact_len - tree_len
+    if variant.trees:
+        first = tl.where(tree_len > 0, committed, first)
+        last = tl.where(tree_len > 0, exact_len - 1, last)
+    ordered = (causal != 0) & (tree_len == 0)
+    end = tl.minimum(key_end, exact_len)
+    end = tl.where(ordered, tl.minimum(end, last + 1 - key_offset), end)
+    sink_start = key_start
+    sink_end = key_start
+    start = key_start
+    if variant.num_sink_tokens > 0:
+        sink_end = tl.maximum(tl.minimum(tl.minimum(hole_start, variant.num_sink_tokens - key_offset), end), key_start)
+        start = sink_end
+    bare_end = end
+    bare_end = tl.where(ordered, tl.minimum(bare_end, first + 1 - key_offset), bare_end)
+    if variant.trees:
+        bare_end = tl.where(tree_len > 0, tl.minimum(bare_end, committed), bare_end)
+    if variant.window_right is not None:
+        reach = last.to(tl.int64) + variant.window_right + 1 - key_offset
+        end = tl.minimum(reach, end).to(tl.int32)
+        reach = first.to(tl.int64) + variant.window_right + 1 - key_offset
+        bare_end = tl.minimum(reach, bare_end).to(tl.int32)
+    bare_start = start
+    if variant.window_left is not None:
+        reach = first.to(tl.int64) - variant.window_left - key_offset
+        start = tl.maximum(reach, start).to(tl.int32)
+        reach = last.to(tl.int64) - variant.window_left - key_offset
+        bare_start = tl.minimum(tl.maximum(reach, start), tl.maximum(end, start)).to(tl.int32)
+    return sink_start, sink_end, start, end, bare_start, bare_end
+
+
+@triton.jit
+def masked_step(number, ranges, bare_first, num_bare, num_keys: tl.constexpr, variant: tl.constexpr):
+    """First key and end of a step with masks: those over sink tokens, then those around the bare ones."""
+    sink_start, sink_end, start, end, _, _ = ranges
+    step = number
+    if variant.num_sink_tokens > 0:
+        step -= tl.cdiv(sink_end - sink_start, num_keys)
+    step_start = start + (step + tl.where(step >= bare_first, num_bare, 0)) * num_keys
+    step_end = end
+    if variant.num_sink_tokens > 0:
+        step_start = tl.where(step < 0, sink_start + number * num_keys, step_start)
+        step_end = tl.where(step < 0, sink_end, step_end)
+    return step_start, step_end
+
+
+@triton.jit
+def load_queries(rows, variant: tl.constexpr):
+    """Tiles of queries; where products are of floats, the rows: their columns are read as needed."""
+    main = rows
+    tail = rows
+    if not variant.floats:
+        main = load_columns(rows, rows, 0, variant.qk.main, variant.dim_qk, False)
+        if variant.qk.tail > 0:
+            tail = load_columns(rows, rows, variant.qk.main, variant.qk.tail, variant.dim_qk, False)
+    return main, tail
+
+
+@triton.jit
+def multiply_floats(
+    query_rows, key_rows, there, num_rows: tl.constexpr, num_keys: tl.constexpr, variant: tl.constexpr,
+    checked: tl.constexpr,
+):  # fmt: skip
+    """Products in float32, which no tensor core has: of some columns at a time, since all would not fit registers.
+
+    Each time begins at zero: added to one after the other, long sums lose digits. What is added in a multiply-add is not
+    made the beginning of ``tl.dot`` by the compiler.
+    """
+    products = tl.zeros([num_rows, num_keys], tl.float32)
+    for first in range(0, variant.dim_qk, FLOATS_AT_ONCE):
+        columns = first + tl.arange(0, FLOATS_AT_ONCE)
+        known = (columns < variant.dim_qk)[None, :]
+        query = tl.load(query_rows[:, None] + columns[None, :], mask=known, other=0.0).to(tl.float32)
+        keys = known
+        if checked:
+            keys = known & there[:, None]
+        key = tl.load(key_rows[:, None] + columns[None, :], mask=keys, other=0.0).to(tl.float32)
+        products = tl.fma(tl.dot(query, tl.trans(key), input_precision="ieee"), 1.0, products)
+    return products
+
+
+@triton.jit
+def multiply_keys(
+    queries, key_rows, there, num_rows: tl.constexpr, num_keys: tl.constexpr, variant: tl.constexpr,
+    checked: tl.constexpr,
+):  # fmt: skip
+    """Products ``[rows, keys]`` of queries and keys, and the tiles of keys, where these are not read piece by piece."""
+    if variant.floats:
+        products = multiply_floats(queries[0], key_rows, there, num_rows, num_keys, variant, checked)
+        key = products
+        tail = products
+    else:
+        key = load_columns(key_rows, there, 0, variant.qk.main, variant.dim_qk, checked)
+        products = tl.dot(queries[0], tl.trans(key))
+        tail = key
+        if variant.qk.tail > 0:
+            tail = load_columns(key_rows, there, variant.qk.main, variant.qk.tail, variant.dim_qk, checked)
+            products = tl.dot(queries[1], tl.trans(tail), products)
+    return products, key, tail
+
+
+@triton.jit
+def add_product(weights, value, sums, factor, variant: tl.constexpr):
+    if variant.floats:  # see `multiply_floats`
+        sums = tl.fma(sums, factor[:, None], tl.dot(weights, value, input_precision="ieee"))
+    else:
+        sums = tl.dot(weights, value, sums * factor[:, None])
+    return sums
+
+
+@triton.jit
+def add_values(
+    weights, factor, sums, sums_tail, key, key_tail, value_rows, there, variant: tl.constexpr, checked: tl.constexpr
+):  # fmt: skip
+    """Sums times ``factor``, plus weights times values."""
+    product_type = tl.float32 if variant.floats else key.dtype
+    weights = weights.to(product_type)
+    value = key
+    if not variant.keys_are_values:
+        value = load_columns(value_rows, there, 0, variant.vo.main, variant.dim_vo, checked).to(product_type)
+    sums = add_product(weights, value, sums, factor, variant)
+    if variant.vo.tail > 0:
+        value = key_tail
+        if not variant.keys_are_values:
+            value = load_columns(value_rows, there, variant.vo.main, variant.vo.tail, variant.dim_vo, checked)
+            value = value.to(product_type)
+        sums_tail = add_product(weights, value, sums_tail, factor, variant)
+    return sums, sums_tail
+
+
+@triton.jit
+def attend_head(
+    segment, tree, item, ranges, kv_head, page_table, q, k, v, out, lse, partials, packed_mask, sinks, alibi_slopes,
+    captures, sm_scale, strand: tl.constexpr, variant: tl.constexpr, change: tl.constexpr,
+):  # fmt: skip
+    """One KV head of an item."""
+    num_queries: tl.constexpr = variant.tiles[strand].rows
+    num_keys: tl.constexpr = variant.tiles[strand].keys
+    num_stages: tl.constexpr = variant.tiles[strand].stages
+    # What looks things up key by key has no room in shared memory for the next steps.
+    looks_up: tl.constexpr = variant.trees or packed_mask is not None
+    masked_stages: tl.constexpr = 1 if looks_up or variant.captures else num_stages
+    bare_stages: tl.constexpr = 1 if variant.captures else num_stages
+    bare_loop: tl.constexpr = variant.tiles[strand].bare_loop and packed_mask is None
+    request, q_start, q_len, kv_start, _, exact_len, key_offset, _, tree_len, _ = segment
+    _, row_start, num_rows, head_start, _, partial_row, _, _, _ = item
+    tokens, of_group, exists = packed_rows(row_start, num_rows, 0, num_queries, variant.group_size)
+    heads = kv_head * variant.group_size + of_group
+    positions = row_positions(tokens, q_len, exact_len, tree_len, tree, variant.trees)
+    transforms: tl.constexpr = variant.logits_soft_cap is not None or alibi_slopes is not None or change is not None
+    slopes = positions
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + heads)
+    scale = sm_scale * LOG2E  # where it is not too large
+    wide_head = tl.full([], kv_head, tl.int64)
+    row = (q_start + tokens).to(tl.int64)
+    queries = load_queries(q[0] + row * q[1] + heads.to(tl.int64) * q[2], variant)
+    k_head = k[0] + wide_head * k[3]
+    v_head = v[0] + wide_head * v[3]
+    largest, total = empty_state(num_queries)
+    sums, sums_tail = empty_sums(num_queries, variant)
+    lanes = tl.arange(0, num_keys)
+
+    # Steps that need no masks, of all from `start`.
+    sink_start, sink_end, start, end, bare_start, bare_end = ranges
+    num_steps = tl.maximum(tl.cdiv(end - start, num_keys), 0)
+    bare_first = 0
+    num_bare = 0
+    if bare_loop:
+        bare_first = tl.minimum(tl.cdiv(bare_start - start, num_keys), num_steps)
+        num_bare = tl.maximum((tl.maximum(bare_end, start) - start) // num_keys - bare_first, 0)
+        num_bare = tl.where((sm_scale >= 0) & (sm_scale < LARGEST_SCALE), num_bare, 0)
+    num_masked = num_steps - num_bare
+    if variant.num_sink_tokens > 0:
+        num_masked += tl.cdiv(sink_end - sink_start, num_keys)
+
+    first, step_end = masked_step(0, ranges, bare_first, num_bare, num_keys, variant)
+    pages = lanes
+    if variant.page_size is not None:
+        pages = load_pages(
+            page_table, kv_start, first + lanes, tl.where(num_masked > 0, step_end, 0), variant.page_size
+        )
+    for number in tl.range(0, num_masked, num_stages=masked_stages):
+        first, step_end = masked_step(number, ranges, bare_first, num_bare, num_keys, variant)
+        keys = first + lanes
+        there = keys < step_end
+        if variant.page_size is not None:
+            there &= pages >= 0  # given back behind a window
+        k_offsets = row_offsets(pages, kv_start, keys, k[1], k[2], variant.page_size)
+        v_offsets = k_offsets
+        if not variant.same_strides:
+            v_offsets = row_offsets(pages, kv_start, keys, v[1], v[2], variant.page_size)
+        products, key, key_tail = multiply_keys(
+            queries, k_head + k_offsets, there, num_queries, num_keys, variant, True
+        )
+        if variant.page_size is not None:
+            next_first, next_end = masked_step(number + 1, ranges, bare_first, num_bare, num_keys, variant)
+            next_end = tl.where(number + 1 < num_masked, next_end, 0)
+            pages = load_pages(page_table, kv_start, next_first + lanes, next_end, variant.page_size)
+        key_position = key_positions(keys, key_offset, step_end, exact_len, tree_len, tree, variant.trees)
+        if transforms:
+            logits = change_logits(
+                products, positions, key_position, heads, slopes, request, captures, sm_scale, variant, change,
+                alibi_slopes is not None,
+            )  # fmt: skip
+        else:
+            logits = times_log2e(products * sm_scale)
+        seen = seen_keys(there, keys, key_position, tokens, positions, segment, tree, packed_mask, variant)
+        logits = tl.where(seen, logits, float("-inf"))
+        weights, factor, largest, total = weigh(logits, largest, total)
+        sums, sums_tail = add_values(
+            weights, factor, sums, sums_tail, key, key_tail, v_head + v_offsets, there, variant, True
+        )
+
+    if bare_loop:
+        bare_at = start + bare_first * num_keys
+        bare_stop = bare_at + num_bare * num_keys
+        if variant.page_size is not None:
+            pages = load_pages(page_table, kv_start, bare_at + lanes, bare_stop, variant.page_size)
+        for first in tl.range(bare_at, bare_stop, num_keys, num_stages=bare_stages):
+            keys = first + lanes
+            k_offsets = row_offsets(pages, kv_start, keys, k[1], k[2], variant.page_size)
+            v_offsets = k_offsets
+            if not variant.same_strides:
+                v_offsets = row_offsets(pages, kv_start, keys, v[1], v[2], variant.page_size)
+            products, key, key_tail = multiply_keys(
+                queries, k_head + k_offsets, keys, num_queries, num_keys, variant, False
+            )
+            if variant.page_size is not None:
+                pages = load_pages(page_table, kv_start, keys + num_keys, bare_stop, variant.page_size)
+            if transforms:
+                logits = change_logits(
+                    products, positions, key_offset + keys, heads, slopes, request, captures, sm_scale, variant, change,
+                    alibi_slopes is not None,
+                )  # fmt: skip
+                weights, factor, largest, total = weigh(logits, largest, total)
+            elif variant.floats:  # whose products may be large
+                weights, factor, largest, total = weigh(times_log2e(products * sm_scale), largest, total)
+            else:
+                weights, factor, largest, total = weigh_bare(products, scale, largest, total)
+            sums, sums_tail = add_values(
+                weights, factor, sums, sums_tail, key, key_tail, v_head + v_offsets, keys, variant, False
+            )
+
+    lse_values, factor = lse_and_factor(largest, total)
+    if partial_row >= 0:
+        first_row = partial_row + (kv_head - head_start) * num_rows
+        sums *= factor[:, None]
+        sums_tail *= factor[:, None]
+        store_partial(sums, sums_tail, lse_values, first_row, exists, partials, variant, num_queries)
+    else:
+        if sinks is not None:
+            lse_values, sink_factor = with_sinks(lse_values, heads, sinks)
+            factor *= sink_factor
+        sums *= factor[:, None]
+        sums_tail *= factor[:, None]
+        store_rows(sums, sums_tail, lse_values, q_start + tokens, heads, exists, out, lse, variant)
+
+
+STEADY = ["plan", "page_table", "kv_lens", "lse", "partials", "packed_mask", "sinks", "alibi_slopes"]
+
+
+@triton.jit(do_not_specialize=["num_partial_rows"], do_not_specialize_on_alignment=STEADY)
+def attend_kernel(
+    plan,  # int32 [words]
+    page_table,  # int32 [entries]
+    kv_lens,  # int32 [requests], or None
+    q, k, v, out,
+    lse,  # float32, or None
+    partials,  # float32 [num_partial_rows * (dim_vo + 1)]: outputs, then LSEs
+    packed_mask,  # uint8 [bytes], or None
+    sinks,  # float32 [heads], or None
+    alibi_slopes,  # float32 [heads], or None
+    captures,  # what `change` takes
+    sm_scale: tl.float32,
+    num_partial_rows,
+    q_row, q_head,  # strides, in elements
+    k_page, k_slot, k_head,
+    v_page, v_slot, v_head,
+    out_row, out_head,
+    lse_row, lse_head,
+    variant: tl.constexpr,
+    change: tl.constexpr,
+):  # fmt: skip
+    """All items of one worker, strand after strand."""
+    partial_lse = partials + num_partial_rows.to(tl.int64) * variant.dim_vo
+    sm_scale = tl.full([], sm_scale, tl.float32)  # in the interpreter it is a Python number
+    for strand in tl.static_range(len(variant.tiles)):
+        first, last = worker_items(plan, strand, tl.program_id(0))
+        for index in range(first, last):
+            item = load_item(plan, index)
+            segment, tree = load_segment(plan, item[0], kv_lens)
+            ranges = key_ranges(segment, item, variant)
+            for kv_head in range(item[3], item[3] + item[4]):
+                attend_head(
+                    segment, tree, item, ranges, kv_head, page_table, (q, q_row, q_head), (k, k_page, k_slot, k_head),
+                    (v, v_page, v_slot, v_head), (out, out_row, out_head), (lse, lse_row, lse_head),
+                    (partials, partial_lse), packed_mask, sinks, alibi_slopes, captures, sm_scale,
+                    strand, variant, change,
+                )  # fmt: skip

@@ -1,0 +1,43 @@
+"""Where keys and values lie, and loading tiles of their columns."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["load_columns", "load_pages", "row_offsets"]
+
+
+@triton.jit
+def load_pages(page_table, kv_start, keys, end, page_size: tl.constexpr):
+    """The page of each key before ``end``; -1 for the others, of which no entry is read."""
+    return tl.load(page_table + kv_start + keys // page_size, mask=keys < end, other=-1)
+
+
+@triton.jit
+def row_offsets(pages, kv_start, keys, page_stride, slot_stride, page_size: tl.constexpr):
+    """Offset of each key's row, in elements."""
+    if page_size is None:
+        offsets = (kv_start + keys).to(tl.int64) * slot_stride
+    else:
+        offsets = pages.to(tl.int64) * page_stride + (keys % page_size).to(tl.int64) * slot_stride
+    return offsets
+
+
+@triton.jit
+def load_columns(rows, there, first: tl.constexpr, width: tl.constexpr, dim: tl.constexpr, checked: tl.constexpr):
+    """Columns ``first : first + width`` of rows that begin at ``rows``; zero past ``dim``.
+
+    If ``checked``, rows that are not ``there`` are not read and become zero: slots that nobody owns may hold NaN, and a
+    weight of zero does not cancel it.
+    """
+    columns = first + tl.arange(0, width)
+    at = rows[:, None] + columns[None, :]
+    known = (columns < dim)[None, :]
+    if checked and first + width > dim:
+        tile = tl.load(at, mask=there[:, None] & known, other=0.0)
+    elif checked:
+        tile = tl.load(at, mask=there[:, None], other=0.0)
+    elif first + width > dim:
+        tile = tl.load(at, mask=known, other=0.0)
+    else:
+        tile = tl.load(at)
+    return tile

@@ -1,0 +1,87 @@
+"""The merge of partial results by log-sum-exp."""
+
+import triton
+import triton.language as tl
+
+from sennit.backends.triton.kernels.output import store_rows, with_sinks
+from sennit.backends.triton.kernels.plan import load_merge, load_segment, num_merges, packed_rows
+from sennit.backends.triton.kernels.softmax import empty_state, empty_sums, lse_and_factor
+
+__all__ = ["merge_kernel"]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_parts(partials, at, there, first: tl.constexpr, width: tl.constexpr, dim: tl.constexpr):
+    """Columns ``first : first + width`` of parts ``[parts, rows]``; zero where there is nothing."""
+    columns = first + tl.arange(0, width)
+    pointers = partials + at.to(tl.int64)[:, :, None] * dim + columns[None, None, :]
+    return tl.load(pointers, mask=there[:, :, None] & (columns < dim)[None, None, :], other=0.0)
+
+
+@triton.jit
+def merge_rows(
+    merge, first, plan, out, lse, partials, sinks, rows: tl.constexpr, parts: tl.constexpr,
+    variant: tl.constexpr,
+):  # fmt: skip
+    """Rows ``first : first + rows`` of a merge, ``parts`` parts at a time and these in their order."""
+    index, row_start, num_rows, kv_head, first_row, num_parts, stride = merge
+    lanes = first + tl.arange(0, rows)
+    largest, total = empty_state(rows)
+    sums, sums_tail = empty_sums(rows, variant)
+    for part in range(0, num_parts, parts):
+        numbers = part + tl.arange(0, parts)
+        at = first_row + numbers[:, None] * stride + lanes[None, :]
+        there = (numbers < num_parts)[:, None] & (lanes < num_rows)[None, :]
+        logits = tl.load(partials[1] + at, mask=there, other=float("-inf")) * LOG2E
+        there &= logits != float("-inf")  # values of a part without keys are zero
+        values = load_parts(partials[0], at, there, 0, variant.vo.main, variant.dim_vo)
+        most = tl.maximum(largest, tl.max(logits, 0))
+        base = tl.where(most == float("-inf"), 0.0, most)
+        weights = tl.exp2(logits - base[None, :])
+        factor = tl.exp2(largest - base)
+        largest = most
+        total = total * factor + tl.sum(weights, 0)
+        sums = sums * factor[:, None] + tl.sum(weights[:, :, None] * values, 0)
+        if variant.vo.tail > 0:
+            values = load_parts(partials[0], at, there, variant.vo.main, variant.vo.tail, variant.dim_vo)
+            sums_tail = sums_tail * factor[:, None] + tl.sum(weights[:, :, None] * values, 0)
+    lse_values, factor = lse_and_factor(largest, total)
+    segment, _ = load_segment(plan, index, None)
+    tokens, of_group, exists = packed_rows(row_start, num_rows, first, rows, variant.group_size)
+    heads = kv_head * variant.group_size + of_group
+    if sinks is not None:
+        lse_values, sink_factor = with_sinks(lse_values, heads, sinks)
+        factor *= sink_factor
+    sums *= factor[:, None]
+    sums_tail *= factor[:, None]
+    store_rows(sums, sums_tail, lse_values, segment[1] + tokens, heads, exists, out, lse, variant)
+
+
+STEADY = ["plan", "lse", "partials", "sinks"]
+
+
+@triton.jit(do_not_specialize=["num_partial_rows"], do_not_specialize_on_alignment=STEADY)
+def merge_kernel(
+    plan,  # int32 [words]
+    out,
+    lse,  # float32, or None
+    partials,  # float32 [num_partial_rows * (dim_vo + 1)]: outputs, then LSEs
+    sinks,  # float32 [heads], or None
+    num_partial_rows,
+    out_row, out_head,  # strides, in elements
+    lse_row, lse_head,
+    rows: tl.constexpr,
+    parts: tl.constexpr,
+    variant: tl.constexpr,
+):  # fmt: skip
+    """All merges: some for each first index of the grid, and some of their rows for each second one."""
+    partial_lse = partials + num_partial_rows.to(tl.int64) * variant.dim_vo
+    for index in range(tl.program_id(0), num_merges(plan), tl.num_programs(0)):
+        merge = load_merge(plan, index)
+        for first in range(tl.program_id(1) * rows, merge[2], tl.num_programs(1) * rows):
+            merge_rows(
+                merge, first, plan, (out, out_row, out_head), (lse, lse_row, lse_head), (partials, partial_lse), sinks,
+                rows, parts, variant,
+            )  # fmt: skip

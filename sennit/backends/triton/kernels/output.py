@@ -1,0 +1,53 @@
+"""Where results go: rows of the output, learned sinks included, or partial results."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["store_partial", "store_rows", "with_sinks"]
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def with_sinks(lse, heads, sinks):
+    """LSE of rows with their heads' learned sinks, and the factor of their outputs."""
+    sink = tl.load(sinks + heads)
+    most = tl.maximum(lse, sink)
+    most = tl.where(most == float("-inf"), 0.0, most)
+    weight = tl.exp(lse - most)
+    total = weight + tl.exp(sink - most)
+    seen = total != 0  # NaN included
+    return tl.where(seen, most + tl.log(total), float("-inf")), tl.where(seen, weight / total, 0.0)
+
+
+@triton.jit
+def store_columns(rows, exists, values, first: tl.constexpr, width: tl.constexpr, dim: tl.constexpr):
+    columns = first + tl.arange(0, width)
+    at = rows[:, None] + columns[None, :]
+    if first + width > dim:
+        tl.store(at, values.to(rows.dtype.element_ty), mask=exists[:, None] & (columns < dim)[None, :])
+    else:
+        tl.store(at, values.to(rows.dtype.element_ty), mask=exists[:, None])
+
+
+@triton.jit
+def store_rows(values, tail, lse_values, rows, heads, exists, out, lse, variant: tl.constexpr):
+    """Final rows and, if it is wanted, their LSE; ``out`` and ``lse`` are ``(pointer, row stride, head stride)``."""
+    row, head = rows.to(tl.int64), heads.to(tl.int64)
+    at = out[0] + row * out[1] + head * out[2]
+    store_columns(at, exists, values, 0, variant.vo.main, variant.vo.dim)
+    if variant.vo.tail > 0:
+        store_columns(at, exists, tail, variant.vo.main, variant.vo.tail, variant.vo.dim)
+    if lse[0] is not None:
+        tl.store(lse[0] + row * lse[1] + head * lse[2], lse_values, mask=exists)
+
+
+@triton.jit
+def store_partial(values, tail, lse_values, first_row, exists, partials, variant: tl.constexpr, rows: tl.constexpr):
+    """Partial results; ``partials`` is ``(outputs, LSEs)``."""
+    row = (first_row + tl.arange(0, rows)).to(tl.int64)
+    at = partials[0] + row * variant.vo.dim
+    store_columns(at, exists, values, 0, variant.vo.main, variant.vo.dim)
+    if variant.vo.tail > 0:
+        store_columns(at, exists, tail, variant.vo.main, variant.vo.tail, variant.vo.dim)
+    tl.store(partials[1] + row, lse_values, mask=exists)

@@ -1,0 +1,112 @@
+"""What a kernel is compiled for: what does not change with the step, of a layer, its cache and its tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+__all__ = ["Columns", "Tile", "Variant", "columns_of"]
+
+FEWEST_COLUMNS = 16  # of a product of matrices
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How the columns of a row lie in tiles, whose widths are powers of two.
+
+    Attributes:
+        dim: columns that there are.
+        main: width of the first tile.
+        tail: width of the second, or 0.
+    """
+
+    dim: int
+    main: int
+    tail: int
+
+    @property
+    def width(self) -> int:
+        """Columns of both tiles."""
+        return self.main + self.tail
+
+
+def columns_of(dim: int) -> Columns:
+    """The narrowest tiles that hold ``dim`` columns: one, or two where that saves columns.
+
+    >>> columns_of(576), columns_of(100)
+    (Columns(dim=576, main=512, tail=64), Columns(dim=100, main=128, tail=0))
+    """
+    whole = max(1 << (dim - 1).bit_length(), FEWEST_COLUMNS)
+    half = whole // 2
+    if half >= FEWEST_COLUMNS and half < dim:
+        tail = max(1 << (dim - half - 1).bit_length(), FEWEST_COLUMNS)
+        if half + tail < whole:
+            return Columns(dim, half, tail)
+    return Columns(dim, whole, 0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tiles of a strand.
+
+    Attributes:
+        rows: packed query rows.
+        keys: keys of a step.
+        stages: of the software pipeline.
+        bare_loop: steps of which every row sees every key have a loop of their own, without masks.
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    bare_loop: bool
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is known when an attention kernel is compiled.
+
+    Attributes:
+        tiles: one a strand.
+        group_size: query heads per KV head.
+        dim_qk, dim_vo: columns of queries and keys, and of values.
+        latent: values are the first columns of keys.
+        floats: everything is multiplied in float32; otherwise in the dtype of queries, keys and values.
+        page_size: tokens a page; None: keys are packed rows.
+        same_strides: keys and values have the same strides.
+        window_left, window_right, num_sink_tokens, logits_soft_cap: see ``AttentionSpec``.
+        trees: segments may have token trees.
+        captures: a user's function looks values up.
+    """
+
+    tiles: tuple[Tile, ...]
+    group_size: int
+    dim_qk: int
+    dim_vo: int
+    latent: bool
+    floats: bool
+    page_size: int | None
+    same_strides: bool
+    window_left: int | None
+    window_right: int | None
+    num_sink_tokens: int
+    logits_soft_cap: float | None
+    trees: bool
+    captures: bool
+
+    @property
+    def keys_are_values(self) -> bool:
+        """Whether a tile of keys serves as one of values."""
+        return self.latent and not self.floats
+
+    @cached_property
+    def qk(self) -> Columns:
+        """Tiles of queries and keys."""
+        return columns_of(self.dim_qk)
+
+    @cached_property
+    def vo(self) -> Columns:
+        """Tiles of values and outputs; where values are columns of keys, those of keys that hold them."""
+        if not self.keys_are_values:
+            return columns_of(self.dim_vo)
+        return Columns(self.dim_vo, self.qk.main, self.qk.tail if self.dim_vo > self.qk.main else 0)
