@@ -188,10 +188,12 @@ def test_random_hostile_batches_are_right_split_and_whole(dtype, backend, device
             assert_right(problem, backend, split_size=32)
 
 
-@pytest.mark.slow
-def test_five_thousand_random_batches_executed_item_by_item_equal_direct_execution():
+@pytest.mark.parametrize(
+    "count", [pytest.param(1000, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.thorough)]
+)
+def test_thousands_of_random_batches_executed_item_by_item_equal_direct_execution(count):
     rng = np.random.default_rng(2)
-    for _ in range(5000):
+    for _ in range(count):
         assert_items_equal_direct(random_problem(rng, dtype=torch.float32))
 
 

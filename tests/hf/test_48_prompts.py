@@ -18,9 +18,11 @@ from sennit.hf.loading import load
 CROWDED: dict[str, Any] = {"num_tokens": 1400, "page_size": 8, "max_batch_tokens": 256, "max_requests": 24}
 
 
-@pytest.mark.slow
 @pytest.mark.model
-def test_smollm2_gives_the_tokens_of_each_prompt_alone_wherever_they_are_not_a_near_tie() -> None:
+@pytest.mark.parametrize(
+    "stride", [pytest.param(6, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.thorough)]
+)
+def test_smollm2_gives_the_tokens_of_each_prompt_alone_wherever_they_are_not_a_near_tie(stride: int) -> None:
     """In float32 two right computations may differ where the two most probable tokens are as good as equal."""
     model, tokenizer = load(None, dtype=torch.float32)
     model.eval()
@@ -35,9 +37,11 @@ def test_smollm2_gives_the_tokens_of_each_prompt_alone_wherever_they_are_not_a_n
     assert stats.prompts_chunked > 0
     assert stats.forks > 0
     assert stats.preemptions > 0
-    compared = sum(agreed_tokens(model, prompt, done[i]) for i, prompt in enumerate(prompts))
+    # Prompts alone take minutes: some of all kinds are compared, and by hand all of them.
+    some = range(stride - 1, 48, stride)
+    compared = sum(agreed_tokens(model, prompts[i], done[i]) for i in some)
     # Near ties are rare: nearly every token must have been compared.
-    assert compared > 0.9 * sum(len(done[i].token_ids) for i in range(48))
+    assert compared > 0.9 * sum(len(done[i].token_ids) for i in some)
 
 
 def smollm2_prompts(tokenizer: Any) -> list[list[int]]:
