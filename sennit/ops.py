@@ -224,11 +224,15 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the stretches of memory from first to last element of two tensors meet."""
     if not a.numel() or not b.numel():
         return False
-    (first, last), (start, end) = (
-        (t.data_ptr(), t.data_ptr() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) * t.itemsize)
-        for t in (a, b)
-    )
-    return first <= end and start <= last
+    first, start = a.data_ptr(), b.data_ptr()
+    return first <= start + _reach(b) and start <= first + _reach(a)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the last."""
+    if tensor.is_contiguous():
+        return (tensor.numel() - 1) * tensor.itemsize
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.itemsize
 
 
 def _read(plan_host: torch.Tensor, stamp: torch.Tensor) -> PlanArrays:

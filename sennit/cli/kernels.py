@@ -61,14 +61,18 @@ def _print(architecture: str, limit: int, outcomes: list[Outcome]) -> None:
 
     stdout = console()
     title = f"{architecture}: {limit // 1024} KiB of shared memory a worker, 255 registers a thread"
-    made = table(title, "layer", "configuration", "kernel", ">warps", ">registers", ">spilled bytes", ">shared KiB")
+    made = table(
+        title, "layer", "configuration", "kernel", ">warps", ">registers", ">spilled bytes", ">in loops", ">shared KiB"
+    )
     for outcome in outcomes:
         for kernel in outcome.kernels:
             spilled = Text(str(kernel.spilled), "bold yellow" if kernel.spilled else "")
             shared = Text(f"{kernel.shared_memory / 1024:.1f}", "bold red" if kernel.shared_memory > limit else "")
+            in_loops = Text(str(kernel.spills_in_loops), "bold red" if kernel.spills_in_loops else "")
             made.add_row(
-                outcome.layer, outcome.config, kernel.name, str(kernel.warps), str(kernel.registers), spilled, shared
-            )
+                outcome.layer, outcome.config, kernel.name, str(kernel.warps), str(kernel.registers), spilled, in_loops,
+                shared,
+            )  # fmt: skip
     stdout.print(made)
     for outcome in outcomes:
         if outcome.error:

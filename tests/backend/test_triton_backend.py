@@ -22,7 +22,7 @@ slow = pytest.mark.slow
 TREES = [[-1, 0, 0, 1, 1], None, [-1, 0, 1], [-1, -1, 0, 1, 2, 3]]
 LATENT = sennit.AttentionSpec.mla(num_qo_heads=16, kv_lora_rank=64, qk_rope_head_dim=16, dtype=torch.float16)
 SPECS = {
-    "bfloat16": gqa(3, 40, dtype=torch.bfloat16),
+    "bfloat16": gqa(3, 40, 8, dtype=torch.bfloat16),
     "float16": gqa(1, 80, dtype=torch.float16),
     "float32": gqa(4, 33, 7),
     "float32-of-bfloat16": gqa(2, 24).replace(kv_dtype=torch.bfloat16),

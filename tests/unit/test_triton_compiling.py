@@ -21,15 +21,24 @@ if compiling.triton_interpreted():
 
 SMALL = sennit.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16)
 LAYERS = compiling.usual_layers()
+# Sums of very wide rows, and masks that are looked up key by key, take more registers than there are.
+SPILLING = (
+    "bf16 256, cap, window", "bf16 MLA 576/512", "bf16 128, tree", "bf16 128, packed mask",
+    "bf16 128, score and mask functions",
+)  # fmt: skip
+FAST = ("bf16 128", "bf16 MLA 576/512", "fp32 128", "bf16 128, window, sink tokens", "bf16 128, packed keys")
 
 
 def spilling(outcomes: list[Outcome]) -> list[tuple[str, str, str, int]]:
-    """Kernels that must keep everything in registers, and do not."""
+    """Kernels that must keep everything in registers while they loop over keys, and do not.
+
+    What they have once a head, they may spill: it is loaded once a head.
+    """
     return [
-        (outcome.architecture, outcome.layer, kernel.name, kernel.spilled)
+        (outcome.architecture, outcome.layer, kernel.name, kernel.spills_in_loops)
         for outcome in outcomes
         for kernel in outcome.kernels
-        if kernel.spilled and outcome.layer.startswith(("bf16 128", "fp16 64", "bf16 64", "bf16 96"))
+        if kernel.spills_in_loops and outcome.layer not in SPILLING
     ]
 
 
@@ -42,7 +51,7 @@ def check(outcomes: list[Outcome]) -> None:
 
 @pytest.mark.slow
 def test_preferred_configurations_compile_for_hopper_and_one_for_ampere():
-    check(compile_layers(LAYERS, ["sm_90"], preferred_only=True))
+    check(compile_layers({name: LAYERS[name] for name in FAST}, ["sm_90"], preferred_only=True))
     check(compile_layers({"bf16 128": LAYERS["bf16 128"]}, ["sm_80"], preferred_only=True))
 
 
@@ -80,7 +89,7 @@ def test_what_cannot_be_compiled_for_is_refused(monkeypatch):
 
 
 def test_the_command_prints_what_was_found_and_fails_where_it_does_not_fit(monkeypatch):
-    kernel = CompiledKernel("attend_kernel", 8, 240, 16, 170 * 1024, "key")
+    kernel = CompiledKernel("attend_kernel", 8, 240, 16, 0, 170 * 1024, "key")
     found = [Outcome("bf16 128", name, "128x64-132", (kernel,)) for name in ("sm_80", "sm_90")]
     monkeypatch.setattr(compiling, "compile_layers", lambda layers, names, **_: found[-len(names) :])
 

@@ -43,6 +43,11 @@ CPU = torch.device("cpu")
 # What is planned: a chunk of a prefill, a verification, and a decode long enough to be split.
 QUERY_LENGTHS, KEY_LENGTHS = (256, 4, 1), (4096, 1000, 65536)
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+LABEL = re.compile(r"(\.L_x_\d+):")
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/")
+BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
+PRODUCT = re.compile(r"\b(HMMA|HGMMA|FFMA)\b")
+SPILL = re.compile(r"\b(LDL|STL)\b")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +78,7 @@ class CompiledKernel:
         warps: of a worker.
         registers: a thread.
         spilled: bytes of memory a thread that registers are spilled to.
+        spills_in_loops: loads and stores of them in loops over keys, where they are repeated.
         shared_memory: bytes a worker.
         key: of its machine code.
     """
@@ -81,6 +87,7 @@ class CompiledKernel:
     warps: int
     registers: int
     spilled: int
+    spills_in_loops: int
     shared_memory: int
     key: str
 
@@ -263,7 +270,9 @@ class Recorder:
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         registers, spilled = _usage(binary)
-        kernel = CompiledKernel(name, self._metadata.num_warps, registers, spilled, shared, hash_bytes(binary))
+        in_loops = spills_in_loops(_looked_at("nvdisasm", "-c", binary)) if spilled else 0
+        warps = self._metadata.num_warps
+        kernel = CompiledKernel(name, warps, registers, spilled, in_loops, shared, hash_bytes(binary))
         self.kernels.append(kernel)
         return 1, 1, registers, spilled, 1024  # module, function, and the most threads
 
@@ -272,17 +281,42 @@ class Recorder:
 
 
 def _usage(binary: bytes) -> tuple[int, int]:
-    """Registers, and bytes of spilled ones, a thread, read from machine code by the Triton package's ``cuobjdump``."""
+    """Registers, and bytes of spilled ones, a thread."""
+    [found] = USAGE.finditer(_looked_at("cuobjdump", "-res-usage", binary))
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def _looked_at(program: str, option: str, binary: bytes) -> str:
+    """What a program of the Triton package says of machine code."""
     import triton
 
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / program
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        said = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    [found] = USAGE.finditer(said)
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local
+        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_loops(program: str) -> int:
+    """Loads and stores of spilled registers in the innermost loops of a disassembled program that multiply matrices."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    loops: list[tuple[int, int]] = []
+    for line in program.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(lines)
+        elif INSTRUCTION.match(line):
+            lines.append(line)
+            if (branch := BRANCH.search(line)) and branch[1] in labels:  # back
+                loops.append((labels[branch[1]], len(lines)))
+    multiplying = [loop for loop in loops if any(PRODUCT.search(line) for line in lines[slice(*loop)])]
+    innermost = [
+        (start, end)
+        for start, end in multiplying
+        if not any(start <= first and last <= end and (start, end) != (first, last) for first, last in multiplying)
+    ]
+    return sum(bool(SPILL.search(line)) for loop in innermost for line in lines[slice(*loop)])
 
 
 def _launch(layer: Layer, config: TritonConfig) -> None:

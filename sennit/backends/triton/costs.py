@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from sennit.backends.triton.variant import Tile, columns_of
+from sennit.backends.triton.variant import Tile, columns_of, value_columns
 from sennit.plan.cost import KernelConfig, Strand
 from sennit.spec import AttentionSpec
 
@@ -45,20 +45,21 @@ class Device:
 H200 = Device(multiprocessors=132, shared_memory=232448, hopper=True)
 INTERPRETER = Device(multiprocessors=3, shared_memory=232448, hopper=True)  # it runs worker after worker
 
-ITEM_TIME = 2.0  # microseconds: reading queries, filling the pipeline, writing outputs
-SPLIT_TIME = 0.5  # and what a partial result takes beside its bytes
+SPLIT_TIME = 0.5  # microseconds: what a partial result takes beside its bytes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A candidate: how it divides an SM, its tiles, and what all of an H200 does with it in a microsecond.
+    """A candidate: how it divides an SM, its tiles, and what an H200 does with it.
 
     Attributes:
         residency: workers an SM.
         num_warps: of each.
         wide, narrow: tiles of the strands; one may be missing.
-        flops: of wide tiles.
-        bytes: of scattered pages that are read.
+        flops: of wide tiles, in a microsecond.
+        item_times: microseconds that a worker takes for an item of each strand beside its steps: reading the plan and
+            queries, filling pipelines, writing outputs.
+        bytes: of scattered pages that are read in a microsecond.
     """
 
     residency: int
@@ -66,23 +67,27 @@ class Shape:
     wide: Tile | None
     narrow: Tile | None
     flops: float
+    item_times: tuple[float, float] = (8.0, 11.0)
     bytes: float = 4.3e6
 
 
 # In the order of preference: the first that fits also serves graphs and fixed splits.
 SIXTEEN_BITS = (
-    Shape(1, 8, Tile(128, 64, 3, bare_loop=True), Tile(16, 128, 4, bare_loop=False), flops=400e6),
+    Shape(1, 8, Tile(128, 64, 3, bare_loop=True), Tile(16, 128, 4, bare_loop=False), flops=380e6),
     Shape(1, 8, Tile(128, 64, 2, bare_loop=True), Tile(16, 64, 4, bare_loop=False), flops=350e6),
-    Shape(1, 8, Tile(64, 64, 2, bare_loop=True), Tile(16, 64, 3, bare_loop=False), flops=250e6),
+    Shape(1, 8, Tile(64, 64, 2, bare_loop=True), Tile(16, 64, 3, bare_loop=False), flops=200e6),
     Shape(1, 4, Tile(64, 32, 2, bare_loop=True), Tile(16, 32, 3, bare_loop=False), flops=150e6),
     Shape(1, 4, Tile(16, 32, 2, bare_loop=True), None, flops=60e6),
     Shape(1, 4, Tile(16, 16, 1, bare_loop=True), None, flops=30e6),
 )
-# Beside the preferred one: two workers an SM hide each other's waits.
+# Beside the preferred one: two workers an SM hide each other's waits. Of equal times, the first is taken.
 PAIRS = (
-    Shape(2, 4, Tile(64, 64, 3, bare_loop=True), Tile(16, 64, 4, bare_loop=False), flops=400e6),
-    Shape(2, 4, None, Tile(16, 64, 4, bare_loop=False), flops=400e6),
-)
+    Shape(2, 4, None, Tile(16, 64, 4, bare_loop=True), flops=320e6, item_times=(12.0, 5.0), bytes=4.0e6),
+    Shape(
+        2, 4, Tile(64, 64, 3, bare_loop=True), Tile(16, 64, 4, bare_loop=True), flops=320e6, item_times=(12.0, 5.0),
+        bytes=4.0e6,
+    ),
+)  # fmt: skip
 FLOATS = (
     Shape(1, 4, Tile(32, 32, 2, bare_loop=True), Tile(16, 32, 2, bare_loop=False), flops=20e6),
     Shape(1, 4, Tile(16, 16, 2, bare_loop=True), None, flops=10e6),
@@ -120,10 +125,11 @@ def fits(shape: Shape, spec: AttentionSpec, device: Device) -> bool:
     """Whether a shape's tiles have room in shared memory and registers."""
     room = (device.shared_memory - 1024 * (shape.residency - 1)) // shape.residency
     tiles = [tile for tile in (shape.wide, shape.narrow) if tile is not None]
-    columns = columns_of(spec.head_dim_qk).width if spec.latent else columns_of(spec.head_dim_vo).width
+    keys_are_values = spec.latent and is_sixteen_bits(spec)
+    sums = value_columns(spec.head_dim_qk, spec.head_dim_vo, keys_are_values=keys_are_values).width
     return all(
         shared_memory(tile, spec, hopper=device.hopper) <= room
-        and tile.rows * (columns + tile.keys) <= 112 * 32 * shape.num_warps
+        and tile.rows * (sums + tile.keys) <= 144 * 32 * shape.num_warps
         for tile in tiles
     )
 
@@ -156,7 +162,7 @@ def _strand(tile: Tile, shape: Shape, spec: AttentionSpec) -> Strand:
         "narrow" if narrow else "wide",
         tile.rows,
         tile.keys,
-        item_time=ITEM_TIME,
+        item_time=shape.item_times[narrow],
         compute_time=flops / shape.flops * workers,
         memory_time=tile.keys * (spec.kv_bytes_per_token // spec.num_kv_heads) / shape.bytes * workers,
         split_time=SPLIT_TIME + partial_rows * spec.head_dim_vo * 8 / shape.bytes * workers,

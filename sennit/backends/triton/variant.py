@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Columns", "Tile", "Variant", "columns_of"]
+__all__ = ["Columns", "Tile", "Variant", "columns_of", "value_columns"]
 
-FEWEST_COLUMNS = 16  # of a product of matrices
+FEWEST_COLUMNS = 32  # of a tile; Triton 3.6 multiplies some of 16 columns wrongly on Hopper
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,14 @@ def columns_of(dim: int) -> Columns:
     return Columns(dim, whole, 0)
 
 
+def value_columns(dim_qk: int, dim_vo: int, *, keys_are_values: bool) -> Columns:
+    """Tiles of values and outputs; where values are columns of keys, those of keys that hold them."""
+    if not keys_are_values:
+        return columns_of(dim_vo)
+    keys = columns_of(dim_qk)
+    return Columns(dim_vo, keys.main, keys.tail if dim_vo > keys.main else 0)
+
+
 @dataclass(frozen=True)
 class Tile:
     """Tiles of a strand.
@@ -54,12 +62,14 @@ class Tile:
         keys: keys of a step.
         stages: of the software pipeline.
         bare_loop: steps of which every row sees every key have a loop of their own, without masks.
+        late_values: there, a step's weights are multiplied with values while the next step's weights are computed.
     """
 
     rows: int
     keys: int
     stages: int
     bare_loop: bool
+    late_values: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,5 @@ class Variant:
 
     @cached_property
     def vo(self) -> Columns:
-        """Tiles of values and outputs; where values are columns of keys, those of keys that hold them."""
-        if not self.keys_are_values:
-            return columns_of(self.dim_vo)
-        return Columns(self.dim_vo, self.qk.main, self.qk.tail if self.dim_vo > self.qk.main else 0)
+        """Tiles of values and outputs."""
+        return value_columns(self.dim_qk, self.dim_vo, keys_are_values=self.keys_are_values)

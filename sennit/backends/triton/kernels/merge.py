@@ -34,20 +34,21 @@ def merge_rows(
         numbers = part + tl.arange(0, parts)
         at = first_row + numbers[:, None] * stride + lanes[None, :]
         there = (numbers < num_parts)[:, None] & (lanes < num_rows)[None, :]
-        logits = tl.load(partials[1] + at, mask=there, other=float("-inf")) * LOG2E
+        logits = tl.load(partials[1] + at, mask=there, other=float("-inf"))
         there &= logits != float("-inf")  # values of a part without keys are zero
         values = load_parts(partials[0], at, there, 0, variant.vo.main, variant.dim_vo)
         most = tl.maximum(largest, tl.max(logits, 0))
         base = tl.where(most == float("-inf"), 0.0, most)
-        weights = tl.exp2(logits - base[None, :])
-        factor = tl.exp2(largest - base)
+        # Subtracted first: a product that is not rounded, less one that is, is as wrong as the largest is rounded.
+        weights = tl.exp2((logits - base[None, :]) * LOG2E)
+        factor = tl.exp2((largest - base) * LOG2E)
         largest = most
         total = total * factor + tl.sum(weights, 0)
         sums = sums * factor[:, None] + tl.sum(weights[:, :, None] * values, 0)
         if variant.vo.tail > 0:
             values = load_parts(partials[0], at, there, variant.vo.main, variant.vo.tail, variant.dim_vo)
             sums_tail = sums_tail * factor[:, None] + tl.sum(weights[:, :, None] * values, 0)
-    lse_values, factor = lse_and_factor(largest, total)
+    lse_values, factor = lse_and_factor(largest * LOG2E, total)
     segment, _ = load_segment(plan, index, None)
     tokens, of_group, exists = packed_rows(row_start, num_rows, first, rows, variant.group_size)
     heads = kv_head * variant.group_size + of_group
