@@ -112,8 +112,7 @@ class CpuBackend:
 
     def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~sennit.backends.base.Backend`."""
-        out, lse = merge_states(outs.float(), lses)
-        return out.to(outs.dtype), lse
+        return merge_states(outs, lses)
 
     def copy_pages(self, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """See :class:`~sennit.backends.base.Backend`."""

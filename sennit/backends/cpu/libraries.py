@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from sennit import jit
-from sennit.backends.cpu.instructions import InstructionSet, instruction_set
+from sennit.backends.cpu.instructions import instruction_set
 from sennit.backends.cpu.printing import graph_source
-from sennit.env import library_dir
+from sennit.env import cpu_isa
 from sennit.errors import BuildUnavailable
 from sennit.spec import AttentionSpec
 
@@ -56,11 +56,13 @@ def check_libraries() -> None:
     Raises:
         BuildUnavailable: neither, or the machine lacks what ``SENNIT_CPU_ISA`` names.
     """
-    _check(instruction_set(), library_dir())
+    _check(jit.surroundings(), cpu_isa())
 
 
 @cache
-def _check(machine: InstructionSet, folder: Path) -> None:
+def _check(surroundings: tuple[str | None, ...], isa: str | None) -> None:
+    """Where they last, what they decide does too: every plan asks."""
+    instruction_set()
     try:
         jit.check_buildable()
     except BuildUnavailable:

@@ -68,8 +68,7 @@ class ReferenceBackend:
 
     def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~sennit.backends.base.Backend`."""
-        out, lse = merge_states(outs.to(_compute_dtype(outs.dtype)), lses)
-        return out.to(outs.dtype), lse
+        return merge_states(outs, lses)
 
     def copy_pages(self, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """See :class:`~sennit.backends.base.Backend`."""

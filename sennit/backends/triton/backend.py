@@ -118,8 +118,7 @@ class TritonBackend:
 
     def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~sennit.backends.base.Backend`."""
-        out, lse = merge_states(outs.float(), lses)
-        return out.to(outs.dtype), lse
+        return merge_states(outs, lses)
 
     def copy_pages(self, pages: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """See :class:`~sennit.backends.base.Backend`."""
@@ -238,8 +237,7 @@ def _form(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, trees: bool) ->
 def _variant(launch: Attend, config: TritonConfig, *, trees: bool, aligned: bool) -> Variant:
     spec = launch.spec
     return Variant(
-        # Of rows that Triton does not know to be aligned it makes no asynchronous copies, and a pipelined loop of what
-        # is left reads wrong addresses (Triton 3.6).
+        # Of rows that Triton does not know to be aligned it makes no asynchronous copies: there is nothing to pipeline.
         tiles=config.tiles if aligned else tuple(replace(tile, stages=1) for tile in config.tiles),
         group_size=spec.group_size,
         dim_qk=spec.head_dim_qk,

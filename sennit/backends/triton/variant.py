@@ -62,14 +62,12 @@ class Tile:
         keys: keys of a step.
         stages: of the software pipeline.
         bare_loop: steps of which every row sees every key have a loop of their own, without masks.
-        late_values: there, a step's weights are multiplied with values while the next step's weights are computed.
     """
 
     rows: int
     keys: int
     stages: int
     bare_loop: bool
-    late_values: bool = False
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,6 @@ static KeyTree key_tree(const Launch<Q, T>& launch, const Segment& segment, int 
           (segment.tree_len + 31) / 32};
 }
 
-// Positions near the ends of int32 stay inside it.
-static inline int clamped(int64_t position) { return int(std::clamp<int64_t>(position, INT32_MIN, INT32_MAX)); }
-
 // An item's keys in blocks of at most `size`, those of its hole left out.
 struct BlockList {
   int first[2], end[2], before, count, size;  // `before` of the `count` blocks come before the hole

@@ -21,6 +21,9 @@ struct LaneRows {
   int least_causal_end, most_causal_end, least_window_end, most_window_start;
 };
 
+// Positions near the ends of int32 stay inside it.
+static inline int clamped(int64_t position) { return int(std::clamp<int64_t>(position, INT32_MIN, INT32_MAX)); }
+
 template <int L, class Q, class T>
 static void describe_rows(LaneRows<L>& rows, const Launch<Q, T>& launch, const Segment& segment, const KeyTree& tree,
                           int exact_len, int row_start, int num_rows, int period, int kv_head) {

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sennit.backends.triton.kernels.keys import load_columns, load_pages, row_offsets
+from sennit.backends.triton.kernels.keys import load_columns, load_pages, pair_offsets
 from sennit.backends.triton.kernels.logits import change_logits, key_positions, row_positions, seen_keys, times_log2e
 from sennit.backends.triton.kernels.output import store_partial, store_rows, with_sinks
 from sennit.backends.triton.kernels.plan import load_item, load_segment, packed_rows, worker_items
@@ -174,7 +174,6 @@ def attend_head(
     masked_stages: tl.constexpr = 1 if looks_up or variant.captures else num_stages
     bare_stages: tl.constexpr = 1 if variant.captures else num_stages
     bare_loop: tl.constexpr = variant.tiles[strand].bare_loop and packed_mask is None
-    late_values: tl.constexpr = variant.tiles[strand].late_values and not (variant.keys_are_values or variant.floats)
     request, q_start, q_len, kv_start, _, exact_len, key_offset, _, tree_len, _ = segment
     _, row_start, num_rows, head_start, _, partial_row, _, _, _ = item
     tokens, of_group, exists = packed_rows(row_start, num_rows, 0, num_queries, variant.group_size)
@@ -219,10 +218,7 @@ def attend_head(
         there = keys < step_end
         if variant.page_size is not None:
             there &= pages >= 0  # given back behind a window
-        k_offsets = row_offsets(pages, kv_start, keys, k[1], k[2], variant.page_size)
-        v_offsets = k_offsets
-        if not variant.same_strides:
-            v_offsets = row_offsets(pages, kv_start, keys, v[1], v[2], variant.page_size)
+        k_offsets, v_offsets = pair_offsets(pages, kv_start, keys, k, v, variant)
         products, key, key_tail = multiply_keys(
             queries, k_head + k_offsets, there, num_queries, num_keys, variant, True
         )
@@ -250,24 +246,12 @@ def attend_head(
         bare_stop = bare_at + num_bare * num_keys
         if variant.page_size is not None:
             pages = load_pages(page_table, kv_start, bare_at + lanes, bare_stop, variant.page_size)
-        if late_values:  # nothing at first, of values that are there
-            late_weights = tl.zeros([num_queries, num_keys], k[0].dtype.element_ty)
-            late_factor = tl.full([num_queries], 1.0, tl.float32)
-            late_offsets = row_offsets(tl.maximum(pages, 0), kv_start, bare_at + lanes, v[1], v[2], variant.page_size)
         for first in tl.range(bare_at, bare_stop, num_keys, num_stages=bare_stages):
             keys = first + lanes
-            k_offsets = row_offsets(pages, kv_start, keys, k[1], k[2], variant.page_size)
-            v_offsets = k_offsets
-            if not variant.same_strides:
-                v_offsets = row_offsets(pages, kv_start, keys, v[1], v[2], variant.page_size)
+            k_offsets, v_offsets = pair_offsets(pages, kv_start, keys, k, v, variant)
             products, key, key_tail = multiply_keys(
                 queries, k_head + k_offsets, keys, num_queries, num_keys, variant, False
             )
-            if late_values:
-                sums, sums_tail = add_values(
-                    late_weights, late_factor, sums, sums_tail, key, key_tail, v_head + late_offsets, keys, variant,
-                    False,
-                )  # fmt: skip
             if variant.page_size is not None:
                 pages = load_pages(page_table, kv_start, keys + num_keys, bare_stop, variant.page_size)
             if transforms:
@@ -280,19 +264,9 @@ def attend_head(
                 weights, factor, largest, total = weigh(times_log2e(products * sm_scale), largest, total)
             else:
                 weights, factor, largest, total = weigh_bare(products, scale, largest, total)
-            if late_values:
-                late_weights = weights.to(k[0].dtype.element_ty)
-                late_factor = factor
-                late_offsets = v_offsets
-            else:
-                sums, sums_tail = add_values(
-                    weights, factor, sums, sums_tail, key, key_tail, v_head + v_offsets, keys, variant, False
-                )
-        if late_values and num_bare > 0:
             sums, sums_tail = add_values(
-                late_weights, late_factor, sums, sums_tail, queries[0], queries[0], v_head + late_offsets, lanes,
-                variant, False,
-            )  # fmt: skip
+                weights, factor, sums, sums_tail, key, key_tail, v_head + v_offsets, keys, variant, False
+            )
 
     lse_values, factor = lse_and_factor(largest, total)
     if partial_row >= 0:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["load_columns", "load_pages", "row_offsets"]
+__all__ = ["load_columns", "load_pages", "pair_offsets"]
 
 
 @triton.jit
@@ -20,6 +20,16 @@ def row_offsets(pages, kv_start, keys, page_stride, slot_stride, page_size: tl.c
     else:
         offsets = pages.to(tl.int64) * page_stride + (keys % page_size).to(tl.int64) * slot_stride
     return offsets
+
+
+@triton.jit
+def pair_offsets(pages, kv_start, keys, k, v, variant: tl.constexpr):
+    """Offsets of rows of keys and of values; pools are ``(pointer, page stride, slot stride, head stride)``."""
+    k_offsets = row_offsets(pages, kv_start, keys, k[1], k[2], variant.page_size)
+    v_offsets = k_offsets
+    if not variant.same_strides:
+        v_offsets = row_offsets(pages, kv_start, keys, v[1], v[2], variant.page_size)
+    return k_offsets, v_offsets
 
 
 @triton.jit
