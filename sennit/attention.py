@@ -18,7 +18,7 @@ from sennit.plan.buffers import PlanBuffers
 from sennit.plan.integers import INT32_MAX, host_integers
 from sennit.plan.plan import Plan, make_plan, plan_features
 from sennit.plan.tree import Tree
-from sennit.pools import KVLayout, nhd_views, split_pools
+from sennit.pools import KVLayout, KVPages, check_distinct, nhd_views, split_pools
 from sennit.spec import FLOAT32_MAX, AttentionSpec
 
 if TYPE_CHECKING:
@@ -193,6 +193,28 @@ class BatchAttention:
             device=self.device,
         )
 
+    def pages(self, kv_pages: Any) -> KVPages:
+        """Check pools once, for many steps: ``append``, ``run`` and ``copy_pages`` take the result in their place.
+
+        It holds the tensors themselves; their content may change, their shape and place may not.
+
+        Args:
+            kv_pages: see :meth:`run`.
+
+        Raises:
+            InvalidInput: a tensor has a wrong shape, dtype or device; or this object has no page size.
+            PlanMismatch: the pools have another page size or head count.
+
+        >>> spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+        >>> attn = BatchAttention(spec, page_size=4, device="cpu")
+        >>> pages = attn.pages((torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8)))
+        >>> attn.run(attn.plan(Batch.parse("1@9", page_size=4)), torch.randn(1, 4, 8), pages, sm_scale=8**-0.5).shape
+        torch.Size([1, 4, 8])
+        """
+        if self.page_size is None:
+            raise InvalidInput("page_size", expected="a page size, since packed keys have no pages", got=None)
+        return self._checked(kv_pages, self.page_size)
+
     def append(self, plan: Plan, k: torch.Tensor, v: torch.Tensor | None, kv_pages: Any) -> None:
         """Write the new tokens' keys and values to their slots: position ``kv_len - q_len + i`` for row ``i``.
 
@@ -224,11 +246,13 @@ class BatchAttention:
             assert v is not None
             if v.shape[0] != k.shape[0]:
                 raise InvalidInput("v", expected=f"as many rows as k, {k.shape[0]}", got=v.shape[0])
-        k_pages, v_pages = self._pools("kv_pages", kv_pages, paged=True)
+        pages = self._checked(kv_pages, plan.page_size)
+        pages.check_writable()
         t = plan.tensors
         torch.ops.sennit.append(
-            plan.key, k, v, k_pages, v_pages, t.host, t.device, t.page_table, t.stamp, t.kv_lens, t.slots
-        )
+            plan.key, k, v, pages.k, None if spec.latent else pages.v,
+            t.host, t.device, t.page_table, t.stamp, t.kv_lens, t.slots,
+        )  # fmt: skip
 
     @overload
     def run(
@@ -301,19 +325,21 @@ class BatchAttention:
         self._check_heads("alibi_slopes", alibi_slopes, wanted=spec.alibi, field="alibi")
         captured = self._check_captures({} if captures is None else captures)
         self._check_rows("q", q, (spec.num_qo_heads, spec.head_dim_qk), spec.dtype)
-        k, v = self._pools("kv_pages" if plan.page_size is not None else "kv", kv, paged=plan.page_size is not None)
+        pages = self._checked(kv, plan.page_size)
         fresh = out is None
         if out is None:
             out = q.new_empty(q.shape[0], spec.num_qo_heads, spec.head_dim_vo)
         else:
             self._check_rows("out", out, (spec.num_qo_heads, spec.head_dim_vo), spec.dtype, rows=q.shape[0])
+            check_distinct("out", out)
         if lse is not None:
             self._check_rows("lse", lse, (spec.num_qo_heads,), torch.float32, rows=q.shape[0])
+            check_distinct("lse", lse)
         elif return_lse:
             lse = q.new_full((q.shape[0], spec.num_qo_heads), -math.inf, dtype=torch.float32)
         t = plan.tensors
         torch.ops.sennit.attend(
-            plan.key, q, k, v, out, lse, t.host, t.device, t.page_table, t.stamp, t.kv_lens, t.packed_mask,
+            plan.key, q, pages.k, pages.v, out, lse, t.host, t.device, t.page_table, t.stamp, t.kv_lens, t.packed_mask,
             sinks, alibi_slopes, captured, scale, fresh,
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
@@ -333,9 +359,9 @@ class BatchAttention:
         pair = [host_integers(name, ids) for name, ids in (("source", source), ("target", target))]
         if len(pair[0]) != len(pair[1]):
             raise InvalidInput("target", expected=f"{len(pair[0])} page ids, as source has", got=len(pair[1]))
-        pools = self._pools("kv_pages", kv_pages, paged=True)
-        nhd_views(*pools, self.spec, self.kv_layout, self.page_size)
-        num_pages = pools[0].shape[0]
+        pages = self.pages(kv_pages)
+        pages.check_writable()
+        num_pages = pages.k.shape[0]
         for name, ids in zip(("source", "target"), pair, strict=True):
             if ids.size and not (ids.min() >= 0 and ids.max() < num_pages):
                 raise InvalidInput(name, expected=f"page ids from 0 to {num_pages - 1}", got=ids.tolist())
@@ -346,9 +372,8 @@ class BatchAttention:
             return
         ids_on_device = [torch.from_numpy(ids.astype("int64")).to(self.device) for ids in pair]
         backend = registry.choose(self._tried, self.spec, frozenset({"paged"}), self.device)
-        for pool in pools:
-            if pool is not None:
-                torch.ops.sennit.copy_pages(backend, pool, *ids_on_device)
+        for pool in pages.given:
+            torch.ops.sennit.copy_pages(backend, pool, *ids_on_device)
 
     def warmup(self) -> None:
         """Compile and load, now rather than in the first step, everything that plans with this spec may run."""
@@ -396,7 +421,7 @@ class BatchAttention:
         return self._owner if page_size is not None else f"{self.spec.key}/packed/{self.device}"
 
     def _register(self, plan: Plan) -> None:
-        operator = ops.Operator(self.spec, plan.page_size, self.kv_layout, plan.backend, plan.config)
+        operator = ops.Operator(self.spec, plan.page_size, plan.backend, plan.config)
         ops.register(plan.key, operator)
 
     def _check_scale(self, sm_scale: float | None) -> float:
@@ -427,6 +452,8 @@ class BatchAttention:
 
     def _check_captures(self, given: object) -> list[torch.Tensor]:
         """The captured tensors in the order of the spec's names."""
+        if given == {} and not self.spec.captures:
+            return []
         if not isinstance(given, Mapping):
             raise InvalidInput("captures", expected="a dictionary of tensors", got=type(given).__name__)
         wanted = {capture.name: capture for capture in self.spec.captures}
@@ -448,11 +475,18 @@ class BatchAttention:
                 )
         return [given[name] for name in wanted]
 
-    def _pools(self, name: str, kv: Any, *, paged: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _checked(self, kv: Any, page_size: int | None) -> KVPages:
+        """Keys and values, checked for plans over pages, or over packed keys where ``page_size`` is None."""
+        name, owner = "kv" if page_size is None else "kv_pages", self._owner_of(page_size)
+        if isinstance(kv, KVPages):
+            if kv.owner != owner:
+                raise InvalidInput(name, expected=f"what has been checked for {owner}", got=kv.owner)
+            return kv
         for tensor in kv if isinstance(kv, (tuple, list)) else (kv,):
             if isinstance(tensor, torch.Tensor):
                 self._check_device(name, tensor)
-        return split_pools(name, kv, self.spec, paged=paged)
+        k, v = split_pools(name, kv, self.spec, paged=page_size is not None)
+        return KVPages(owner, (k,) if v is None else (k, v), *nhd_views(k, v, self.spec, self.kv_layout, page_size))
 
     def _check_rows(
         self, name: str, tensor: object, shape: tuple[int, ...], dtype: torch.dtype, rows: int | None = None

@@ -154,7 +154,9 @@ class KVCache:
         self._parts = CacheParts(
             self._layers,
             tuple(attentions[spec] for spec in self.specs),
-            tuple(self._storages[layer.group].pools(layer.pool) for layer in self._layers),
+            tuple(
+                attentions[layer.spec].pages(self._storages[layer.group].pools(layer.pool)) for layer in self._layers
+            ),
             self._sequences,
             self._mirror,
             self.device,
@@ -351,7 +353,8 @@ class KVCache:
 
         A layer with an owner has its owner's pools.
         """
-        return self._parts.pools[self._layers.position(layer)]
+        entry = self._layers.entries[self._layers.position(layer)]
+        return self._storages[entry.group].pools(entry.pool)
 
     def page_table(self, seq: int, layer: int | None = None) -> np.ndarray[Any, np.dtype[np.int32]]:
         """int32 page ids of a sequence's stored tokens, in order; a copy.

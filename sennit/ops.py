@@ -17,7 +17,6 @@ from sennit.backends.base import Append, Attend
 from sennit.errors import InvalidInput, PlanMismatch, StalePlan
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header, PlanArrays
-from sennit.pools import KVLayout, nhd_views
 from sennit.spec import AttentionSpec
 
 __all__ = ["Operator", "register", "registered"]
@@ -26,7 +25,7 @@ _LIBRARY = torch.library.Library("sennit", "DEF")
 
 _PLAN = "Tensor plan_host, Tensor plan_device, Tensor page_table, Tensor stamp, Tensor? kv_lens"
 _LIBRARY.define(
-    f"attend(str key, Tensor q, Tensor k, Tensor? v, Tensor(a!) out, Tensor(b!)? lse, {_PLAN}, Tensor? packed_mask, "
+    f"attend(str key, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, {_PLAN}, Tensor? packed_mask, "
     "Tensor? sinks, Tensor? alibi_slopes, Tensor[] captures, float sm_scale, bool fresh) -> ()"
 )
 _LIBRARY.define(
@@ -42,7 +41,6 @@ class Operator:
 
     spec: AttentionSpec
     page_size: int | None
-    kv_layout: KVLayout
     backend: str
     config: KernelConfig
 
@@ -64,7 +62,7 @@ def _attend(
     key: str,
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor | None,
+    v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     plan_host: torch.Tensor,
@@ -79,14 +77,13 @@ def _attend(
     sm_scale: float,
     fresh: bool,
 ) -> None:
-    """Attention of a step.
+    """Attention of a step over NHD views of keys and values.
 
     ``captures`` are in the order of ``spec.captures``. ``fresh``: ``out`` is new memory, in which rows that no request
     covers become zero.
     """
     operator = _operator(key)
     arrays = _read(plan_host, stamp)
-    k, v = nhd_views(k, v, operator.spec, operator.kv_layout, operator.page_size)
     _check_rows("q", q, arrays)
     _check_pages(k, arrays, operator)
     if env.debug():
@@ -137,15 +134,14 @@ def _append(
     kv_lens: torch.Tensor | None,
     slots: torch.Tensor | None,
 ) -> None:
-    """New keys and values into the slots of their pages."""
+    """New keys and values into the slots of their pages, NHD views; those of latents are None."""
     operator = _operator(key)
     assert operator.page_size is not None
     arrays = _read(plan_host, stamp)
-    k_view, v_view = nhd_views(k_pages, v_pages, operator.spec, operator.kv_layout, operator.page_size)
     _check_rows("k", k, arrays)
-    _check_pages(k_view, arrays, operator, Header.LARGEST_SLOT_PAGE if slots is not None else Header.LARGEST_PAGE)
+    _check_pages(k_pages, arrays, operator, Header.LARGEST_SLOT_PAGE if slots is not None else Header.LARGEST_PAGE)
     if env.debug():
-        _check_device_data(arrays, page_table, kv_lens, k_view.shape[0], operator)
+        _check_device_data(arrays, page_table, kv_lens, k_pages.shape[0], operator)
     _check_written("kv_pages: k", k_pages, {"k": k, "v": v})
     if v_pages is not None:
         _check_written("kv_pages: v", v_pages, {"k": k, "v": v})
@@ -162,8 +158,8 @@ def _append(
             slots=slots,
             k=k.unsqueeze(-2) if operator.spec.latent else k,
             v=v,
-            k_pages=k_view,
-            v_pages=None if operator.spec.latent else v_view,
+            k_pages=k_pages,
+            v_pages=v_pages,
         )
     )
 
@@ -194,11 +190,7 @@ def _operator(key: str) -> Operator:
 
 
 def _check_written(name: str, tensor: torch.Tensor, read: dict[str, torch.Tensor | None]) -> None:
-    """Refuse memory that several elements share, that is read meanwhile, or that PyTorch will not let us write."""
-    if not tensor.is_contiguous() and _overlaps_itself(tensor):
-        raise InvalidInput(
-            name, expected="memory of its own for every element", got=f"strides {tensor.stride()}", hint="call .clone()"
-        )
+    """Refuse memory that is read meanwhile, or that PyTorch will not let us write."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
             name, expected="an ordinary tensor", got="one made in torch.inference_mode()",
@@ -209,30 +201,29 @@ def _check_written(name: str, tensor: torch.Tensor, read: dict[str, torch.Tensor
             raise InvalidInput(name, expected=f"memory that {other} does not have", got=f"memory of {other}")
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory: a step of some dimension is no longer than all shorter ones reach."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
-
-
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the stretches of memory from first to last element of two tensors meet."""
-    if not a.numel() or not b.numel():
-        return False
-    first, start = a.data_ptr(), b.data_ptr()
-    return first <= start + _reach(b) and start <= first + _reach(a)
+    return _meet(_storage(a), _storage(b)) and _meet(_stretch(a), _stretch(b))  # storages are quick, and mostly enough
 
 
-def _reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the last."""
-    if tensor.is_contiguous():
-        return (tensor.numel() - 1) * tensor.itemsize
-    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.itemsize
+def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return max(a[0], b[0]) < min(a[1], b[1])
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor's storage and behind its last."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
+
+
+def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and behind its last."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.itemsize
 
 
 def _read(plan_host: torch.Tensor, stamp: torch.Tensor) -> PlanArrays:

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from sennit.errors import InvalidInput, PlanMismatch
 from sennit.spec import AttentionSpec
 
-__all__ = ["KVLayout", "nhd_views", "split_pools"]
+__all__ = ["KVLayout", "KVPages", "check_distinct", "nhd_views", "split_pools"]
 
 KVLayout = Literal["NHD", "HND"]
+
+
+class KVPages(NamedTuple):
+    """Keys and values of one layer, checked once by :meth:`sennit.BatchAttention.pages`, to be used in every step.
+
+    Attributes:
+        owner: what they have been checked for.
+        given: the tensors as they were given, one or two.
+        k, v: NHD views of them: pages ``[pages, page_size, num_kv_heads, dim]``, packed rows without the first
+            dimension; v is a view of k where the spec is latent.
+    """
+
+    owner: str
+    given: tuple[torch.Tensor, ...]
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def check_writable(self) -> None:
+        """Raise :class:`InvalidInput` where elements share memory."""
+        for name, tensor in zip(("kv_pages: k", "kv_pages: v"), self.given, strict=False):
+            check_distinct(name, tensor)
+
+
+def check_distinct(name: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`InvalidInput` for a tensor to be written in which several elements share memory."""
+    if not tensor.is_contiguous() and _overlaps_itself(tensor):
+        got = f"strides {tensor.stride()}"
+        raise InvalidInput(name, expected="memory of its own for every element", got=got, hint="call .clone()")
 
 
 def split_pools(name: str, kv: object, spec: AttentionSpec, *, paged: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -82,6 +110,17 @@ def nhd_views(
             got=tuple(k.shape[1:-1]),
         )
     return k, v
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory: a step of some dimension is no longer than all shorter ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, spec: AttentionSpec, *, ndim: int, columns: int) -> None:

@@ -14,11 +14,12 @@ from sennit.attention import BatchAttention
 from sennit.cache.demand import pages_for
 from sennit.cache.layers import CacheLayers, Layer
 from sennit.cache.sequences import Reservation, Sequences
-from sennit.cache.storage import Pools, TableMirror, upload
+from sennit.cache.storage import TableMirror, upload
 from sennit.errors import IncompleteStep, InvalidInput, StepClosed
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.plan import Plan
+from sennit.pools import KVPages
 
 __all__ = ["CacheParts", "Step", "StepOptions"]
 
@@ -29,7 +30,7 @@ class CacheParts:
 
     layers: CacheLayers
     attentions: tuple[BatchAttention, ...]  # layers with equal specs have the same object
-    pools: tuple[Pools, ...]  # those of the layer's owner
+    pages: tuple[KVPages, ...]  # those of the layer's owner
     sequences: Sequences
     mirror: TableMirror
     device: torch.device
@@ -196,9 +197,9 @@ class Step:
         state, index = self._require_open("attend"), self._parts.layers.position(layer)
         if state.attended[index]:
             raise InvalidInput("layer", expected="one that has not attended in this step", got=layer)
-        attention, pools, info = (
+        attention, pages, info = (
             self._parts.attentions[index],
-            self._parts.pools[index],
+            self._parts.pages[index],
             self._parts.layers.entries[index],
         )
         if info.owns and self._options.append:
@@ -206,10 +207,10 @@ class Step:
                 raise InvalidInput(
                     "k", expected="the keys of this step's tokens", got=None, hint="or step(append=False)"
                 )
-            attention.append(state.plans[index], k, v, pools)
+            attention.append(state.plans[index], k, v, pages)
         else:
             self._check_reader(state, info, stores=k is not None or v is not None)
-        out = attention.run(state.plans[index], q, pools, sm_scale=sm_scale, return_lse=return_lse, **options)
+        out = attention.run(state.plans[index], q, pages, sm_scale=sm_scale, return_lse=return_lse, **options)
         state.attended[index] = True
         return out
 
@@ -271,10 +272,10 @@ class Step:
         if not any(len(copies.source) for copies in reservation.copies):
             return
         parts = self._parts
-        for layer, attention, pools in zip(parts.layers, parts.attentions, parts.pools, strict=True):
+        for layer, attention, pages in zip(parts.layers, parts.attentions, parts.pages, strict=True):
             copies = reservation.copies[layer.group]
             if layer.owns and len(copies.source):
-                attention.copy_pages(copies.source, copies.target, pools)
+                attention.copy_pages(copies.source, copies.target, pages)
 
     def _require_open(self, what: str) -> _Open:
         if self._open is None or not self._parts.sequences.holds_step(self):

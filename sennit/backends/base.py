@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -45,8 +45,7 @@ class Support:
         return cls(False, reason, mendable=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Attend:
+class Attend(NamedTuple):
     """Arguments of one attention launch. Pools are NHD views with any strides but a contiguous last dimension."""
 
     spec: AttentionSpec
@@ -68,8 +67,7 @@ class Attend:
     captures: Mapping[str, torch.Tensor]  # what the spec's functions close over
 
 
-@dataclass(frozen=True, eq=False)
-class Append:
+class Append(NamedTuple):
     """Arguments of one append: new keys and values into their slots."""
 
     spec: AttentionSpec

@@ -494,3 +494,63 @@ def test_batches_print_in_the_grammar_that_they_are_written_in():
     text = "2048@16384 + 64*1@16384"
     assert str(sennit.Batch.parse(text, page_size=16)) == text
     assert str(sennit.Batch.parse("", page_size=16)) == "(empty)"
+
+
+@each_backend
+@pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved", "latent"])
+def test_pools_checked_once_serve_every_call(layout, backend, device):
+    spec = MLA if layout == "latent" else SPEC.replace(head_dim_vo=8)
+    attn = sennit.BatchAttention(
+        spec, page_size=4, device=device, backend=backend, kv_layout="HND" if layout == "HND" else "NHD"
+    )
+    shape = (2, 4) if layout == "HND" else (4, 2)
+    if layout == "latent":
+        pools = normal(6, 4, spec.head_dim_qk, device=device)
+    elif layout == "interleaved":
+        pools = normal(6, 2, *shape, 8, device=device)
+    else:
+        pools = normal(6, *shape, 8, device=device), normal(6, *shape, 8, device=device, seed=1)
+    again = pools.clone() if isinstance(pools, torch.Tensor) else tuple(pool.clone() for pool in pools)
+    pages = attn.pages(pools)
+    plan = attn.plan(sennit.Batch.csr(qo_indptr=[0, 3], kv_lens=[9], kv_indptr=[0, 3], kv_indices=[5, 0, 2]))
+    q, (k, v) = normal(3, spec.num_qo_heads, spec.head_dim_qk, device=device), new_rows(spec, 3, device)
+    outs = []
+    for given in (pages, again):
+        attn.copy_pages([5, 0], [1, 3], given)
+        attn.append(plan, k, v, given)
+        outs.append(attn.run(plan, q, given, sm_scale=0.3))
+    assert torch.equal(*outs)
+    for one, other in zip(pages.given, [again] if isinstance(again, torch.Tensor) else again, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_pools_checked_for_another_kind_of_layer_are_refused():
+    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu")
+    pages = attn.pages(nan_pools(SPEC, 4, 4, "cpu"))
+    other = sennit.BatchAttention(SPEC.replace(window_left=3), page_size=4, device="cpu")
+    plan = other.plan(sennit.Batch.parse("1@9", page_size=4))
+    packed = attn.plan(sennit.Batch.ragged(qo_indptr=[0, 1], kv_indptr=[0, 16]))
+    for call in (
+        lambda: other.run(plan, normal(1, 6, 8), pages, sm_scale=1.0),
+        lambda: other.append(plan, *new_rows(SPEC, 1, "cpu"), pages),
+        lambda: other.copy_pages([0], [1], pages),
+        lambda: attn.run(packed, normal(1, 6, 8), pages, sm_scale=1.0),
+    ):
+        with pytest.raises(sennit.InvalidInput, match=r"kv(_pages)?: expected what has been checked for"):
+            call()
+    with pytest.raises(sennit.InvalidInput, match="page_size"):
+        sennit.BatchAttention(SPEC, device="cpu").pages(nan_pools(SPEC, 4, 4, "cpu"))
+
+
+def test_pools_in_which_elements_share_memory_are_read_but_not_written():
+    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu")
+    k, v = (pool[:1].expand(4, -1, -1, -1) for pool in nan_pools(SPEC, 1, 4, "cpu"))
+    pages = attn.pages((k.nan_to_num(1.0)[:1].expand(4, -1, -1, -1), v.nan_to_num(1.0)[:1].expand(4, -1, -1, -1)))
+    plan = attn.plan(sennit.Batch.parse("1@9", page_size=4))
+    assert (attn.run(plan, normal(1, 6, 8), pages, sm_scale=1.0) == 1).all()
+    for call in (
+        lambda: attn.append(plan, *new_rows(SPEC, 1, "cpu"), pages),
+        lambda: attn.copy_pages([0], [1], pages),
+    ):
+        with pytest.raises(sennit.InvalidInput, match=r"kv_pages: k: .*memory of its own"):
+            call()
