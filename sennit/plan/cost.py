@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from sennit.plan.segments import Segments, Window
 
-__all__ = ["KernelConfig", "Strand", "choose_config", "place", "prefix_sums"]
+__all__ = ["Combine", "KernelConfig", "Strand", "choose_config", "place", "prefix_sums", "share_workers"]
 
+# How strands share a device: a worker runs them one after the other or side by side; or each has workers of its own,
+# which run when those of the other have ended, or at the same time.
+Combine: TypeAlias = Literal["sum", "max", "turns", "apart"]
 FloatArray = npt.NDArray[np.float64]
 _Number = TypeVar("_Number", bound="np.integer[Any] | np.floating[Any]")
 
@@ -32,6 +35,8 @@ class Strand:
         compute_time: arithmetic of one key step.
         memory_time: bringing the keys and values of one key step.
         split_time: writing one partial result and merging it later.
+        workers: how many there are where the strand has the device for itself, if not all of the configuration's.
+        haste: how many times faster a key step is than its time says where other workers leave the bus to it.
     """
 
     name: Literal["wide", "narrow"]
@@ -41,6 +46,8 @@ class Strand:
     compute_time: float
     memory_time: float
     split_time: float
+    workers: int | None = None
+    haste: float = 1.0
 
     @property
     def step_time(self) -> float:
@@ -56,18 +63,25 @@ class KernelConfig:
         name: appears in the plan, in reports and in the operator's key.
         strands: one or two; segments are placed on the one that suits them.
         num_workers: persistent workers (SMs, threads) that take work items.
-        combine: a worker runs its strands one after the other (``"sum"``) or side by side (``"max"``).
+        combine: a worker runs its strands one after the other (``"sum"``) or side by side (``"max"``); or each strand
+            has workers of its own: those of the second begin when those of the first have ended (``"turns"``), or all
+            share the device (``"apart"``), each strand with as many as its part of the work asks for.
     """
 
     name: str
     strands: tuple[Strand, ...]
     num_workers: int
-    combine: Literal["sum", "max"] = "sum"
+    combine: Combine = "sum"
 
     @property
     def max_partial_rows(self) -> int:
         """Rows of partial results that cuts can give: each ends one item and begins another, of any strand."""
         return 2 * self.num_workers * sum(strand.tile_rows for strand in self.strands)
+
+    @cached_property
+    def workers(self) -> npt.NDArray[np.int64]:
+        """Workers of each strand that has the device for itself, ``[strands]``."""
+        return np.array([s.workers or self.num_workers for s in self.strands])
 
     @cached_property
     def tile_rows(self) -> npt.NDArray[np.int64]:
@@ -160,6 +174,8 @@ def place(
     totals, bus_totals = times.sum(axis=2)
     if len(totals) == 1:
         return np.zeros(len(segments), np.int64), float(totals[0]) / config.num_workers
+    if config.combine in ("turns", "apart"):
+        return _place_apart(times, config)
     (first, second), bus = times
     strand = (second < first).astype(np.int64)
     count = int(strand.sum())
@@ -183,6 +199,54 @@ def place(
         if time < WORTH_DIVIDING * makespan:
             strand, makespan = divided, time
     return strand, makespan / config.num_workers
+
+
+def _place_apart(times: FloatArray, config: KernelConfig) -> tuple[npt.NDArray[np.int64], float]:
+    """Every segment on the strand of which it takes the smaller part of the device."""
+    device = times / config.workers[:, None]
+    (first, second), bus = device
+    strand = (second < first).astype(np.int64)
+    alone = np.array([float(first @ (1 - strand)), float(second @ strand)])
+    if config.combine == "turns":
+        return strand, float(alone.sum())
+    fullest = (alone / _parts(config, alone) / _haste(config, alone)).max()
+    return strand, max(float(fullest), float(np.where(strand, bus[1], bus[0]).sum()))
+
+
+def _haste(config: KernelConfig, alone: FloatArray) -> FloatArray:
+    """Of each strand: 1 where it is the only one."""
+    return np.where(alone.all(), [strand.haste for strand in config.strands], 1.0)
+
+
+def _parts(config: KernelConfig, alone: FloatArray) -> FloatArray:
+    """Each strand's part of the device, such that both end together; all of it where there is no other.
+
+    What strands are given are SMs, of which each has room for some workers.
+    """
+    if not alone.all():
+        return np.ones(len(alone))
+    places = int(config.workers.min())
+    hasty = alone / _haste(config, alone)
+    first = min(max(round(places * float(hasty[0] / hasty.sum())), 1), places - 1) if places > 1 else 1
+    return np.array([first, max(places - first, 1)]) / places
+
+
+def share_workers(config: KernelConfig, totals: FloatArray) -> npt.NDArray[np.int64]:
+    """Workers of each strand.
+
+    Args:
+        config: strands, and how they share the device.
+        totals: time of each strand's work, on one worker, ``[strands]``.
+
+    >>> wide = Strand("wide", 128, 64, 1.0, 2.0, 1.0, 1.0, workers=132)
+    >>> narrow = Strand("narrow", 16, 64, 1.0, 1.0, 2.0, 1.0)
+    >>> config = KernelConfig("apart", (wide, narrow), 264, "apart")
+    >>> [share_workers(config, np.array(totals)).tolist() for totals in ((9.0, 18.0), (9.0, 0.0))]
+    [[66, 132], [132, 264]]
+    """
+    if config.combine != "apart":
+        return config.workers
+    return np.rint(config.workers * _parts(config, totals / config.workers)).astype(np.int64)
 
 
 def _divide(first: FloatArray, second: FloatArray, bus: FloatArray) -> tuple[npt.NDArray[np.int64], float]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sennit.plan.cost import FloatArray, KernelConfig, prefix_sums
+from sennit.plan.cost import FloatArray, KernelConfig, prefix_sums, share_workers
 from sennit.plan.segments import Segments
 from sennit.plan.visible import KeySteps, key_steps, last_keys, window_starts
 
@@ -85,6 +85,16 @@ class Line:
         """First block of every strand, and the number of blocks."""
         strands = len(self.config.strands)
         return [0, len(self)] if strands == 1 else [0, int(self.strand.searchsorted(1)), len(self)]
+
+    @property
+    def strand_times(self) -> FloatArray:
+        """Time of every strand's work on one worker."""
+        return np.diff(self.time_start[self.strand_blocks])
+
+    @property
+    def strand_workers(self) -> Int64Array:
+        """Workers that every strand is cut for."""
+        return share_workers(self.config, self.strand_times)
 
     def block_at(self, unit: Int64Array) -> Int64Array:
         """Block that holds each unit; the end of the line belongs to the last."""
@@ -228,42 +238,44 @@ def _chunked(
 def balance(line: Line) -> Int64Array:
     """Cut a line into one range a strand and worker: int64 ``[strands, num_workers + 1]`` units.
 
-    Strands that run side by side are cut one by one. Those that run one after the other are cut together, so that a
-    worker's share may be all of one, all of the other or some of both.
+    Strands are cut one by one, for the workers that each has. Only those that every worker runs one after the other are
+    cut together, so that a worker's share may be all of one, all of the other or some of both.
 
     Prefix sums divide the time equally, with the base and split times that cuts repeat counted in. Where single units
     are large beside a worker's share, cuts are then moved one by one.
     """
-    config, workers = line.config, line.config.num_workers
-    strands = len(config.strands)
+    config, strands = line.config, len(line.config.strands)
     if not len(line):
-        return np.zeros((strands, workers + 1), np.int64)
+        return np.zeros((strands, config.num_workers + 1), np.int64)
     blocks = line.strand_blocks
     together = config.combine == "sum" and strands == 2
     rows = [(0, len(line))] if together else list(pairwise(blocks))
     times = [(float(line.time_start[first]), float(line.time_start[last])) for first, last in rows]
-    cuts = np.empty((len(rows), workers + 1), np.int64)
+    workers = line.strand_workers.tolist()
+    cuts = np.empty((len(rows), config.num_workers + 1), np.int64)
     used = [row for row, (first, last) in enumerate(rows) if first < last]
     # Where one row holds both strands, the second one's times stand for both.
-    wanted = [_equal_shares(line, 1 if together else row, *times[row]) for row in used]
-    found = line.unit_at(np.concatenate(wanted)).reshape(len(used), -1)
+    wanted = [_equal_shares(line, 1 if together else row, workers[row], *times[row]) for row in used]
+    ends = np.cumsum([len(share) for share in wanted])
+    found = dict(zip(used, np.split(line.unit_at(np.concatenate(wanted)), ends[:-1]), strict=True))
     for row, (first, last) in enumerate(rows):
-        cuts[row, 0], cuts[row, -1] = line.unit_start[first], line.unit_start[last]
-        cuts[row, 1:-1] = found[used.index(row)] if row in used else cuts[row, 0]
-    shares = [(end - start) / workers for start, end in times]
-    for cut, share in zip(cuts, shares, strict=True):
+        cuts[row, 0], cuts[row, 1:] = line.unit_start[first], line.unit_start[last]
+        if row in used:
+            cuts[row, 1 : workers[row]] = found[row]
+    shares = [(end - start) / count for (start, end), count in zip(times, workers, strict=False)]
+    for cut, share, count in zip(cuts, shares, workers, strict=False):
         # Beside a fuller strand nothing is gained by it.
-        if 0 < cut[-1] - cut[0] < COARSE_UNITS * workers and _fullest(line, cut) > max(1.01 * share, *shares):
-            cut[:] = _polish(line, cut)
+        enough = max(1.01 * share, *shares) if config.combine == "max" else 1.01 * share
+        if 0 < cut[-1] - cut[0] < COARSE_UNITS * count and _fullest(line, cut) > enough:
+            cut[: count + 1] = _polish(line, cut[: count + 1])
     if together:
         bounds = line.unit_start[blocks][:, None]
         cuts = np.minimum(np.maximum(cuts, bounds[:-1]), bounds[1:])
     return cuts
 
 
-def _equal_shares(line: Line, strand: int, start: float, end: float) -> FloatArray:
+def _equal_shares(line: Line, strand: int, workers: int, start: float, end: float) -> FloatArray:
     """Times from ``start`` to ``end`` at which every worker but the first begins, what cuts repeat counted in."""
-    workers = line.config.num_workers
     share = np.arange(1.0, workers)
     if line.chunks is not None:
         return start + share * ((end - start) / workers)

@@ -74,10 +74,8 @@ class Plan:
 
     @property
     def loads(self) -> FloatArray:
-        """Predicted microseconds of each worker, ``[num_workers]``."""
-        loads = self.schedule.loads
-        combined: FloatArray = loads.sum(axis=0) if self.config.combine == "sum" else loads.max(axis=0)
-        return combined
+        """Predicted microseconds of each worker; of all strands' workers, where each has its own."""
+        return self.schedule.combined_loads
 
     def __repr__(self) -> str:
         return (

@@ -27,7 +27,7 @@ class Item(IntEnum):
     ``HEAD_START``, over keys ``KEY_START : KEY_END`` without ``HOLE_START : HOLE_END``. Packed row ``r`` is token
     ``r // group_size`` and query head ``r % group_size`` of the KV head's group. ``PARTIAL_ROW`` is -1 where the item
     writes the output itself; otherwise its head ``h`` writes the partial results' rows from
-    ``PARTIAL_ROW + (h - HEAD_START) * NUM_ROWS``.
+    ``PARTIAL_ROW + (h - HEAD_START) * NUM_ROWS``, which merge ``MERGE + h - HEAD_START`` reads.
 
     The hole, between sink tokens and a window, is hidden from all rows and may have no pages. Key steps are counted
     anew behind it. Where there is none it is empty and at the end.
@@ -43,6 +43,7 @@ class Item(IntEnum):
     PARTIAL_ROW = 7
     HOLE_START = 8
     HOLE_END = 9
+    MERGE = 10
 
 
 class Merge(IntEnum):
@@ -55,6 +56,7 @@ class Merge(IntEnum):
     FIRST_ROW = 4
     NUM_PARTS = 5
     STRIDE = 6
+    STRAND = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +94,21 @@ class Schedule:
     def loads(self) -> FloatArray:
         """Predicted microseconds of every worker, ``[strands, num_workers]``."""
         return self.line.times_between(self.cuts[:, :-1], self.cuts[:, 1:])
+
+    @property
+    def combined_loads(self) -> FloatArray:
+        """The same of all strands together: of each worker, or of every strand's own workers."""
+        loads, config = self.loads, self.line.config
+        if config.combine == "sum" or len(loads) == 1:
+            return loads.sum(axis=0)
+        if config.combine == "max":
+            return loads.max(axis=0)
+        if config.combine == "turns":  # what shares an SM follows each other on it
+            index = np.arange(config.num_workers)
+            return sum(row[index * count // len(index)] for row, count in zip(loads, config.workers, strict=True))
+        haste = [strand.haste for strand in config.strands] if self.line.strand_times.all() else [1.0] * len(loads)
+        rows = list(zip(loads, self.line.strand_workers, haste, self.line.strand_times > 0, strict=True))
+        return np.concatenate([row[:count] / factor for row, count, factor, used in rows if used] or [loads[0]])
 
 
 def make_schedule(
@@ -172,7 +189,7 @@ def _schedule(line: Line, cuts: Int64Array) -> Schedule:
     else:
         keys = line.keys
         items[Item.KEY_START], items[Item.KEY_END] = keys.start[block], keys.end[block]
-        items[Item.HOLE_START :], items[Item.HOLE_END] = keys.hole_start[block], keys.hole_end[block]
+        items[Item.HOLE_START], items[Item.HOLE_END] = keys.hole_start[block], keys.hole_end[block]
         partial = line.chunks.count[block] > 1
     merges, rows = _partials(line, items, block, unit, partial.nonzero()[0])
     return Schedule(items, starts.searchsorted(cuts), merges, rows, line, cuts)
@@ -183,7 +200,7 @@ def _set_keys(items: Int32Array, line: Line, block: Int64Array, unit: Int64Array
     step, keys = line.config.key_steps[line.strand[block]], line.keys
     if keys.plain:
         items[Item.KEY_START] = unit * step
-        items[Item.KEY_END] = items[Item.HOLE_START :] = np.minimum((unit + count) * step, keys.end[block])
+        items[Item.KEY_END] = items[Item.HOLE_START : Item.MERGE] = np.minimum((unit + count) * step, keys.end[block])
         return
     start, hole_start, hole_end = keys.start[block], keys.hole_start[block], keys.hole_end[block]
     before = -(-(hole_start - start) // step)  # steps before the hole
@@ -196,7 +213,7 @@ def _set_keys(items: Int32Array, line: Line, block: Int64Array, unit: Int64Array
     )
     crossed = (unit < before) & (last >= before)
     items[Item.KEY_END] = end
-    items[Item.HOLE_START :] = np.where(crossed, hole_start, end)
+    items[Item.HOLE_START] = np.where(crossed, hole_start, end)
     items[Item.HOLE_END] = np.where(crossed, hole_end, end)
 
 
@@ -205,6 +222,7 @@ def _partials(
 ) -> tuple[Int32Array, int]:
     """Number the partial rows of the items ``at``, and list the merges: ``(merges, rows)``."""
     items[Item.PARTIAL_ROW] = -1
+    items[Item.MERGE :] = 0
     if not len(at):
         return _empty(), 0
     if line.chunks is not None:
@@ -213,12 +231,15 @@ def _partials(
     rows = items[Item.NUM_ROWS, at].astype(np.int64)
     offsets = prefix_sums(rows)
     items[Item.PARTIAL_ROW, at] = offsets[:-1]
-    begins = (unit[at] == 0).nonzero()[0]
+    first = unit[at] == 0
+    items[Item.MERGE, at] = first.cumsum() - 1
+    begins = first.nonzero()[0]
     merges = items[:, at[begins]]  # segment, row_start, num_rows and head are the same columns
     merges[Merge.FIRST_ROW] = offsets[begins]
     merges[Merge.NUM_PARTS, :-1] = begins[1:] - begins[:-1]
     merges[Merge.NUM_PARTS, -1] = len(at) - begins[-1]
     merges[Merge.STRIDE] = rows[begins]
+    merges[Merge.STRAND] = line.strand[block[at[begins]]]
     return merges, int(offsets[-1])
 
 
@@ -229,7 +250,9 @@ def _chunk_partials(
     block_rows = np.where(chunks.count > 1, line.num_rows * line.num_heads, 0)
     offsets = prefix_sums(block_rows)
     items[Item.PARTIAL_ROW, at] = offsets[block[at]] + items[Item.HEAD_START, at] * line.num_rows[block[at]]
-    tiles = ((chunks.count > 1) & (chunks.index == 0)).nonzero()[0]
+    first = (chunks.count > 1) & (chunks.index == 0)
+    items[Item.MERGE, at] = (first.cumsum()[block[at]] - 1) * line.num_heads + items[Item.HEAD_START, at]
+    tiles = first.nonzero()[0]
     owner = tiles.repeat(line.num_heads)
     head = np.tile(np.arange(line.num_heads), len(tiles))
     merges = np.zeros((ROW_WIDTH, len(owner)), np.int32)
@@ -240,4 +263,5 @@ def _chunk_partials(
     merges[Merge.FIRST_ROW] = offsets[owner] + head * line.num_rows[owner]
     merges[Merge.NUM_PARTS] = chunks.count[owner]
     merges[Merge.STRIDE] = block_rows[owner]
+    merges[Merge.STRAND] = line.strand[owner]
     return merges, int(offsets[-1])

@@ -133,6 +133,13 @@ class PlanArrays:
         return self._section(Header.SEGMENTS_AT, Header.NUM_SEGMENTS)
 
     @property
+    def strands_with_items(self) -> list[int]:
+        """Numbers of the strands that have work."""
+        words, at = self[Header.NUM_WORKERS] + 1, self[Header.WORKERS_AT]
+        firsts = range(at, at + self[Header.NUM_STRANDS] * words, words)
+        return [strand for strand, first in enumerate(firsts) if self._array[first] < self._array[first + words - 1]]
+
+    @property
     def items(self) -> Int32Array:
         """Work items of all strands and workers."""
         return self._section(Header.ITEMS_AT, Header.NUM_ITEMS)

@@ -11,6 +11,7 @@ from solving import DEVICES, RUNS_ON, assert_right, attention_for, gqa
 
 import sennit
 from sennit.backends import registry
+from sennit.backends.triton import costs
 from sennit.backends.triton.backend import _runs
 from sennit.check.compare import compare
 from sennit.check.problems import make_problem
@@ -84,13 +85,36 @@ def test_any_scale_is_right_where_steps_have_no_masks(sm_scale):
     assert_right(replace(problem, sm_scale=sm_scale), "triton")
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_every_configuration_is_right(place, monkeypatch):
-    backend = registry.load("triton")
-    problem = problem_of(gqa(4, 128, dtype=torch.float16), [34, 1, 4], [150, 141, 70])
-    configs = backend.configs(problem.spec, problem.q.device)
-    monkeypatch.setattr(type(backend), "configs", lambda *_: configs[place : place + 1])
+TILES = [
+    *(shape.tile for shape in (*costs.WIDE, *costs.NARROW, *costs.NARROW_LATENT)),
+    costs.possible_tile(costs.WIDE[0].tile, gqa(4, 128), aligned=False, looks_up=False),
+]
+
+
+@pytest.mark.parametrize("tile", [pytest.param(tile, id=str(i)) for i, tile in enumerate(dict.fromkeys(TILES))])
+def test_every_tile_is_right_on_either_strand(tile, monkeypatch):
+    spec = gqa(4, 64, dtype=torch.float16)
+    problem = problem_of(spec, [21, 1, 4], [150, 141, 70])
+    if costs.shared_memory(tile, spec, hopper=True) > 220_000 // tile.residency:
+        pytest.skip("no room for it")
+    monkeypatch.setattr(costs, "WIDE", [costs.Shape(tile, flops=1e8, item_time=1.0)])
+    for narrow in (costs.Shape(tile, flops=1e8, item_time=1.0), costs.NARROW[0]):
+        monkeypatch.setattr(costs, "NARROW", [narrow])
+        monkeypatch.setattr(type(registry.load("triton")), "configs", lambda _, *args: fresh_configs(*args))
+        assert_right(problem, "triton")
+
+
+def fresh_configs(spec, device):
+    return costs.kernel_configs(spec, costs.device_of(device))
+
+
+@pytest.mark.parametrize("storage", ["page-16-gaps", "odd strides"])
+@pytest.mark.parametrize("dims", [(33, 7), (40, 64), (64, 8), (128, 16), (96, 80)], ids=str)
+def test_dims_and_strides_that_tensor_cores_do_not_like_are_right(dims, storage):
+    options = STORAGES["page-3-strided-HND"] if storage == "odd strides" else STORAGES[storage]
+    problem = problem_of(gqa(4, *dims, dtype=torch.float16), *MIXED, **options)
     assert_right(problem, "triton")
+    assert_right(problem_of(gqa(4, *dims, dtype=torch.float16), *MIXED, masked=True, **options), "triton")
 
 
 def test_appended_keys_and_values_are_found():

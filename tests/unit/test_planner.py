@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,10 +22,18 @@ from sennit.spec import AttentionSpec
 GQA = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 WIDE = Strand("wide", 128, 128, item_time=1.0, compute_time=1.85, memory_time=2.06, split_time=1.0)
 NARROW = Strand("narrow", 16, 64, item_time=0.5, compute_time=0.4, memory_time=1.03, split_time=0.4)
-CONFIGS = [KernelConfig(f"both-{combine}", (WIDE, NARROW), 132, combine) for combine in ("sum", "max")]
-SMALL = KernelConfig(
-    "small", (Strand("wide", 8, 4, 1.0, 2.0, 1.0, 0.5), Strand("narrow", 4, 4, 0.5, 0.4, 1.03, 0.4)), 7
-)
+HALF = replace(WIDE, workers=66)  # half as many workers, of an SM each
+CONFIGS = [
+    *(KernelConfig(f"both-{combine}", (WIDE, NARROW), 132, combine) for combine in ("sum", "max")),
+    *(KernelConfig(f"both-{combine}", (HALF, NARROW), 132, combine) for combine in ("turns", "apart")),
+]
+SMALL_STRANDS = Strand("wide", 8, 4, 1.0, 2.0, 1.0, 0.5), Strand("narrow", 4, 4, 0.5, 0.4, 1.03, 0.4)
+SMALL = {
+    "sum": KernelConfig("small", SMALL_STRANDS, 7, "sum"),
+    "max": KernelConfig("small", SMALL_STRANDS, 7, "max"),
+    "turns": KernelConfig("small", (replace(SMALL_STRANDS[0], workers=3), SMALL_STRANDS[1]), 7, "turns"),
+    "apart": KernelConfig("small", (replace(SMALL_STRANDS[0], workers=4), SMALL_STRANDS[1]), 8, "apart"),
+}
 
 
 def plan_of(text, config, spec=GQA, page_size=16, **options):
@@ -113,13 +122,13 @@ def random_parents(rng, q_len, kv_len):
     return [int(rng.integers(-1, node)) for node in range(int(rng.integers(q_len, min(kv_len, q_len + 9) + 1)))]
 
 
-@pytest.mark.parametrize("combine", ["sum", "max"])
+@pytest.mark.parametrize("combine", SMALL)
 @pytest.mark.parametrize("split_size", [None, 4, 10])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("trees", [False, True])
 def test_every_row_head_and_visible_key_is_computed_once_and_hidden_ranges_never(combine, split_size, window, trees):
     rng = np.random.default_rng(3)
-    config = KernelConfig("c", SMALL.strands, 7, combine)
+    config = SMALL[combine]
     spec = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float32, **WINDOWS[window])
     for page_size in [4, 3, 16, 1, 5] * 8:
         text = random_text(rng)
@@ -138,9 +147,9 @@ def test_every_row_head_and_visible_key_is_computed_once_and_hidden_ranges_never
         ]
         written = [np.zeros((2, q * 3), int) for q, _ in pairs]
         partial_rows = np.zeros(plan.schedule.num_partial_rows, int)
-        planned = {}
+        planned, parts_of = {}, {}
         for item in plan.schedule.items.T.tolist():
-            r, row, rows, head, heads, first, last, partial, hole_start, hole_end, *_ = item
+            r, row, rows, head, heads, first, last, partial, hole_start, hole_end, merge, *_ = item
             assert rows > 0
             assert heads > 0
             assert 0 <= first <= hole_start <= hole_end <= last <= pairs[r][1]
@@ -161,9 +170,12 @@ def test_every_row_head_and_visible_key_is_computed_once_and_hidden_ranges_never
                 written[r][head : head + heads, row : row + rows] += 1
             else:
                 partial_rows[partial : partial + heads * rows] += 1
+                for h in range(heads):
+                    parts_of.setdefault(merge + h, set()).add((r, row, rows, head + h, partial + h * rows))
         read_rows = np.zeros_like(partial_rows)
-        for r, row, rows, head, first, parts, stride, *_ in plan.schedule.merges.T.tolist():
+        for index, (r, row, rows, head, first, parts, stride, *_) in enumerate(plan.schedule.merges.T.tolist()):
             assert parts > 1
+            assert parts_of[index] == {(r, row, rows, head, first + part * stride) for part in range(parts)}
             written[r][head, row : row + rows] += 1
             for part in range(parts):
                 read_rows[first + part * stride : first + part * stride + rows] += 1
@@ -179,11 +191,11 @@ def test_every_row_head_and_visible_key_is_computed_once_and_hidden_ranges_never
         assert (read_rows == 1).all()
 
 
-@pytest.mark.parametrize("combine", ["sum", "max"])
+@pytest.mark.parametrize("combine", SMALL)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_workers_take_all_items_and_their_predicted_loads_are_the_time_of_their_items(combine, window):
     rng = np.random.default_rng(4)
-    config = KernelConfig("c", SMALL.strands, 7, combine)
+    config = SMALL[combine]
     spec = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float32, **WINDOWS[window])
     for _ in range(100):
         plan = plan_of(random_text(rng), config, spec, page_size=4)

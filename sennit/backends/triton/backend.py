@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from math import prod
@@ -16,7 +16,7 @@ import torch
 from sennit import env
 from sennit.backends.base import Append, Attend, Support
 from sennit.backends.merging import merge_states
-from sennit.backends.triton.costs import TritonConfig, device_of, is_sixteen_bits, kernel_configs
+from sennit.backends.triton.costs import TritonConfig, device_of, is_sixteen_bits, kernel_configs, possible_tile
 from sennit.backends.triton.variant import Variant
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
@@ -29,9 +29,8 @@ OLDEST = (3, 6)
 LEAST_CAPABILITY = (8, 0)
 ELEMENTS_AT_ONCE = 1024  # of a page that is copied
 APPENDED_ROWS = 4
-MERGED_ROWS = 4  # of a tile, at once
-MERGED_VALUES = 4096  # numbers of partial results at once
-MERGING_WORKERS = 8  # of one split tile
+FEWEST_COUNTERS = 4096
+MERGING_WORKERS = 8  # of one merge
 MOST_FORMS = 256  # of launches that are remembered
 ALIGNED = 16  # what Triton looks for: bytes of addresses, elements of strides
 PACKAGES = ("triton", "pytorch-triton", "triton-windows")
@@ -61,9 +60,9 @@ class TritonBackend:
 
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
         """Everything but float64."""
-        for field in ("dtype", "kv_dtype"):
-            if (dtype := getattr(spec, field)) not in DTYPES:
-                return Support.no(f"{field}={dtype} is not computed in float32, which is all that it has")
+        for name in ("dtype", "kv_dtype"):
+            if (dtype := getattr(spec, name)) not in DTYPES:
+                return Support.no(f"{name}={dtype} is not computed in float32, which is all that it has")
         return Support.yes()
 
     def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
@@ -76,10 +75,9 @@ class TritonBackend:
         fixed = arrays[Header.GENERATION] > 0  # a graph of this launch serves other plans at the same addresses
         if not (arrays[Header.NUM_ITEMS] or fixed):
             return
-        num_partial_rows = launch.config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
         q, out = _dense_columns(launch.q), _dense_columns(launch.out)
         with _current(q.device):
-            _run(launch, q, out, num_partial_rows, merges=fixed or arrays[Header.NUM_MERGES] > 0)
+            _run(launch, q, out, fixed=fixed)
         if out is not launch.out:
             launch.out.copy_(out)
 
@@ -157,17 +155,23 @@ class Compiled:
 
     Attributes:
         spec, config: kept, since their addresses stand for them.
-        attended, merged: the last arguments of the kernels: strides, and what they are compiled for.
-        no_partials: stands for partial results where there are none.
-        attend, merge: the kernels, once they are compiled: launching them, Triton need not look at every argument.
+        strides: of all tensors, as the kernel takes them.
+        variants: what the kernel is compiled for, one a strand.
+        change: the layer's functions, printed, or None.
+        no_partials, no_counters: stand for partial results, and for counts of them, where there are none.
+        kernels: by strand, and whether the launch before may go on: once they are compiled, Triton need not look at
+            every argument of a launch.
+        merge: the kernel that merges, likewise.
     """
 
     spec: AttentionSpec
     config: TritonConfig
-    attended: tuple[Any, ...]
-    merged: tuple[Any, ...]
+    strides: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    change: Any
     no_partials: torch.Tensor
-    attend: Any = None
+    no_counters: torch.Tensor
+    kernels: dict[tuple[int, bool], Any] = field(default_factory=dict)
     merge: Any = None
 
 
@@ -175,8 +179,8 @@ _compiled: dict[tuple[Any, ...], Compiled] = {}  # the oldest first
 _lock = Lock()  # of additions
 
 
-def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, num_partial_rows: int, *, merges: bool) -> None:
-    """The attention kernel and, if ``merges``, the merge of its partial results."""
+def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> None:
+    """The attention kernel for each strand that has work, or may have when a graph is replayed."""
     spec, k, v, lse = launch.spec, launch.k, launch.v, launch.lse
     arrays, kv_lens, mask = launch.arrays, launch.kv_lens, launch.packed_mask
     trees = arrays[Header.TREES_AT] < arrays[Header.TABLE_AT]
@@ -186,29 +190,68 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, num_partial_rows: i
         q.data_ptr() % ALIGNED, k.data_ptr() % ALIGNED, v.data_ptr() % ALIGNED, out.data_ptr() % ALIGNED,
     )  # fmt: skip
     known = _compiled.get(key) or _remember(key, _form(launch, q, out, trees=trees))
-    partials = known.no_partials
+    config = known.config
+    num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
+    partials, counters = known.no_partials, known.no_counters
     if num_partial_rows:
         partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
-    sinks = _contiguous(launch.sinks)
+        most = config.num_workers * len(config.strands)
+        counters = merge_counters(q.device, most if fixed else arrays[Header.NUM_MERGES])
     arguments = (
-        launch.plan, launch.page_table, _contiguous(kv_lens), q, k, v, out, lse, partials, mask, sinks,
-        _contiguous(launch.alibi_slopes), _captures(launch), launch.sm_scale, num_partial_rows, *known.attended,
+        launch.plan, launch.page_table, _contiguous(kv_lens), q, k, v, out, lse, partials, counters, mask,
+        _contiguous(launch.sinks), _contiguous(launch.alibi_slopes), _captures(launch), launch.sm_scale,
+        num_partial_rows, *known.strides,
     )  # fmt: skip
-    grid = (known.config.num_workers, 1, 1)
-    if known.attend is not None:
-        known.attend[grid](*arguments)
-    else:
-        compiled = _kernels().attend[grid](*arguments, num_warps=known.config.num_warps, enable_fp_fusion=True)
+    strands = range(len(config.strands)) if fixed else arrays.strands_with_items
+    for strand in strands:
+        tile = config.tiles[strand]
+        grid = (int(config.workers[strand]), 1, 1)
+        follows = strand > 0 and len(strands) > 1 and config.combine == "apart"
+        kernel = known.kernels.get((strand, follows))
+        if kernel is not None:
+            kernel[grid](*_addresses(arguments), known.variants[strand], known.change)
+            continue
+        options = {"launch_pdl": True} if follows else {}
+        compiled = _kernels().attend[grid](
+            *arguments, known.variants[strand], known.change,
+            num_warps=tile.num_warps, enable_fp_fusion=True, **options,
+        )  # fmt: skip
         if not spec.captures:  # whose forms are not in the key
-            known.attend = compiled
-    if not merges:
-        return
-    arguments = (launch.plan, out, lse, partials, sinks, num_partial_rows, *known.merged)
-    grid = (known.config.num_workers * len(known.config.strands), MERGING_WORKERS, 1)
-    if known.merge is not None:
-        known.merge[grid](*arguments)
-    else:
+            known.kernels[strand, follows] = compiled
+    if num_partial_rows and 0 in strands and not known.variants[0].merges_itself:
+        _merge(launch, out, partials, num_partial_rows, known)
+
+
+def _merge(launch: Attend, out: torch.Tensor, partials: torch.Tensor, num_partial_rows: int, known: Compiled) -> None:
+    """The kernel that merges what the first strand has split."""
+    grid = (known.config.num_workers, MERGING_WORKERS, 1)
+    arguments = (
+        launch.plan, out, launch.lse, partials, _contiguous(launch.sinks), num_partial_rows, *known.strides[-4:],
+        known.variants[0],
+    )  # fmt: skip
+    if known.merge is None:
         known.merge = _kernels().merge[grid](*arguments, enable_fp_fusion=True)
+    else:
+        known.merge[grid](*_addresses(arguments))
+
+
+def _addresses(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a launch with addresses in place of tensors, of which Triton would ask the driver where they are."""
+    return tuple([one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments])
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream, in the order of which kernels use them
+
+
+def merge_counters(device: torch.device, count: int) -> torch.Tensor:
+    """At least ``count`` zeros for kernels to count merges with, which leave zeros behind."""
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    known = _counters.get(key)
+    if known is None or len(known) < count:
+        known = _counters[key] = torch.zeros(max(count, FEWEST_COUNTERS), dtype=torch.int32, device=device)
+    return known
 
 
 def _remember(key: tuple[Any, ...], form: Compiled) -> Compiled:
@@ -222,23 +265,30 @@ def _form(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, trees: bool) ->
     spec, lse, config = launch.spec, launch.lse, cast(TritonConfig, launch.config)
     pools = (*_pool_strides(launch.k), *_pool_strides(launch.v))
     written = (*out.stride()[:2], *((0, 0) if lse is None else lse.stride()))
-    addresses = launch.k.data_ptr() | launch.v.data_ptr()
-    aligned = addresses % ALIGNED == 0 and all(stride % ALIGNED == 0 for stride in pools)
-    variant = _variant(launch, config, trees=trees, aligned=aligned)
     return Compiled(
         spec,
         config,
-        attended=(*q.stride()[:2], *pools, *written, variant, _change(spec)),
-        merged=(*written, MERGED_ROWS, _merged_parts(variant), variant),
+        strides=(*q.stride()[:2], *pools, *written),
+        variants=tuple(_variant(launch, config, strand, trees=trees) for strand in range(len(config.tiles))),
+        change=_change(spec),
         no_partials=q.new_empty(1, dtype=torch.float32),
+        no_counters=q.new_zeros(1, dtype=torch.int32),
     )
 
 
-def _variant(launch: Attend, config: TritonConfig, *, trees: bool, aligned: bool) -> Variant:
+def _variant(launch: Attend, config: TritonConfig, strand: int, *, trees: bool) -> Variant:
     spec = launch.spec
+    strides, addresses = (
+        (*_pool_strides(launch.k), *_pool_strides(launch.v)),
+        (launch.k.data_ptr(), launch.v.data_ptr()),
+    )
+    aligned = all(number % ALIGNED == 0 for number in (*strides, *addresses))
+    looks_up = trees or launch.packed_mask is not None
     return Variant(
-        # Of rows that Triton does not know to be aligned it makes no asynchronous copies: there is nothing to pipeline.
-        tiles=config.tiles if aligned else tuple(replace(tile, stages=1) for tile in config.tiles),
+        strand=strand,
+        tile=possible_tile(config.tiles[strand], spec, aligned=aligned, looks_up=looks_up),
+        item_rows=config.tiles[strand].rows,
+        overlaps=config.combine == "apart",
         group_size=spec.group_size,
         dim_qk=spec.head_dim_qk,
         dim_vo=spec.head_dim_vo,
@@ -252,13 +302,7 @@ def _variant(launch: Attend, config: TritonConfig, *, trees: bool, aligned: bool
         num_sink_tokens=spec.num_sink_tokens,
         logits_soft_cap=spec.logits_soft_cap,
         trees=trees,
-        captures=bool(spec.captures),
     )
-
-
-def _merged_parts(variant: Variant) -> int:
-    """Parts of a merge whose values fit registers together."""
-    return max(1, MERGED_VALUES // (MERGED_ROWS * variant.vo.main))
 
 
 def _change(spec: AttentionSpec) -> Any:
@@ -322,6 +366,7 @@ def _configs(spec: AttentionSpec, device: torch.device) -> tuple[TritonConfig, .
     return kernel_configs(spec, device_of(device))
 
 
+@cache  # packages do not come and go in a process, and looking them up takes a fifth of a step
 def installed() -> Support:
     """Whether there is a Triton that is new enough."""
     for name in PACKAGES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -11,19 +11,13 @@ from sennit.backends.triton.variant import Tile, columns_of, value_columns
 from sennit.plan.cost import KernelConfig, Strand
 from sennit.spec import AttentionSpec
 
-__all__ = ["Device", "TritonConfig", "device_of", "kernel_configs", "shared_memory"]
+__all__ = ["Device", "TritonConfig", "device_of", "kernel_configs", "possible_tile", "shared_memory"]
 
 
 @dataclass(frozen=True)
 class TritonConfig(KernelConfig):
-    """A configuration, and how its kernel is compiled.
+    """A configuration, and how its kernels are compiled: ``tiles`` has one entry a strand."""
 
-    Attributes:
-        num_warps: of a worker.
-        tiles: one a strand.
-    """
-
-    num_warps: int = 4
     tiles: tuple[Tile, ...] = ()
 
 
@@ -34,63 +28,72 @@ class Device:
     Attributes:
         multiprocessors: SMs.
         shared_memory: bytes that one worker may have.
-        hopper: it multiplies matrices out of shared memory.
+        hopper: it multiplies matrices out of shared memory, and a kernel can begin before another ends.
+        interpreted: by Triton's interpreter, which runs worker after worker.
     """
 
     multiprocessors: int
     shared_memory: int
     hopper: bool
+    interpreted: bool = False
 
 
 H200 = Device(multiprocessors=132, shared_memory=232448, hopper=True)
-INTERPRETER = Device(multiprocessors=3, shared_memory=232448, hopper=True)  # it runs worker after worker
+INTERPRETER = Device(multiprocessors=3, shared_memory=232448, hopper=True, interpreted=True)
 
 SPLIT_TIME = 0.5  # microseconds: what a partial result takes beside its bytes
+BYTES = 4.3e6  # of scattered pages that an H200 reads in a microsecond
+# How much more of the memory bus than its share a narrow worker can use.
+HASTE = 1.7
+FEW_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A candidate: how it divides an SM, its tiles, and what an H200 does with it.
+    """A tile, and what an H200 does with it.
 
     Attributes:
-        residency: workers an SM.
-        num_warps: of each.
-        wide, narrow: tiles of the strands; one may be missing.
-        flops: of wide tiles, in a microsecond.
-        item_times: microseconds that a worker takes for an item of each strand beside its steps: reading the plan and
-            queries, filling pipelines, writing outputs.
-        bytes: of scattered pages that are read in a microsecond.
+        tile: the tile.
+        flops: in a microsecond, of the whole device.
+        item_time: microseconds that a worker takes for an item beside its steps: reading the plan and queries, filling
+            pipelines, writing outputs.
     """
 
-    residency: int
-    num_warps: int
-    wide: Tile | None
-    narrow: Tile | None
+    tile: Tile
     flops: float
-    item_times: tuple[float, float] = (8.0, 11.0)
-    bytes: float = 4.3e6
+    item_time: float
 
 
-# In the order of preference: the first that fits also serves graphs and fixed splits.
-SIXTEEN_BITS = (
-    Shape(1, 8, Tile(128, 64, 3, bare_loop=True), Tile(16, 128, 4, bare_loop=False), flops=380e6),
-    Shape(1, 8, Tile(128, 64, 2, bare_loop=True), Tile(16, 64, 4, bare_loop=False), flops=350e6),
-    Shape(1, 8, Tile(64, 64, 2, bare_loop=True), Tile(16, 64, 3, bare_loop=False), flops=200e6),
-    Shape(1, 4, Tile(64, 32, 2, bare_loop=True), Tile(16, 32, 3, bare_loop=False), flops=150e6),
-    Shape(1, 4, Tile(16, 32, 2, bare_loop=True), None, flops=60e6),
-    Shape(1, 4, Tile(16, 16, 1, bare_loop=True), None, flops=30e6),
+# In the order of preference: the first that fits is taken.
+WIDE = (
+    Shape(Tile(128, 64, 3, bare_loop=True, num_warps=8), flops=400e6, item_time=14.0),
+    Shape(Tile(128, 64, 2, bare_loop=True, num_warps=8), flops=350e6, item_time=14.0),
+    Shape(Tile(64, 64, 2, bare_loop=True, num_warps=8), flops=200e6, item_time=8.0),
+    Shape(Tile(64, 32, 2, bare_loop=True), flops=150e6, item_time=8.0),
+    Shape(Tile(16, 32, 2, bare_loop=True), flops=60e6, item_time=8.0),
+    Shape(Tile(16, 16, 1, bare_loop=True), flops=30e6, item_time=8.0),
 )
-# Beside the preferred one: two workers an SM hide each other's waits. Of equal times, the first is taken.
-PAIRS = (
-    Shape(2, 4, None, Tile(16, 64, 4, bare_loop=True), flops=320e6, item_times=(12.0, 5.0), bytes=4.0e6),
-    Shape(
-        2, 4, Tile(64, 64, 3, bare_loop=True), Tile(16, 64, 4, bare_loop=True), flops=320e6, item_times=(12.0, 5.0),
-        bytes=4.0e6,
-    ),
-)  # fmt: skip
-FLOATS = (
-    Shape(1, 4, Tile(32, 32, 2, bare_loop=True), Tile(16, 32, 2, bare_loop=False), flops=20e6),
-    Shape(1, 4, Tile(16, 16, 2, bare_loop=True), None, flops=10e6),
+NARROW = (
+    Shape(Tile(16, 64, 3, keys_first=True, residency=2), flops=320e6, item_time=5.0),
+    Shape(Tile(16, 64, 2, keys_first=True, residency=2), flops=320e6, item_time=5.0),
+    Shape(Tile(16, 64, 3, keys_first=True), flops=160e6, item_time=5.0),
+    Shape(Tile(16, 64, 2, keys_first=True), flops=160e6, item_time=5.0),
+    Shape(Tile(16, 32, 2), flops=100e6, item_time=8.0),
+    Shape(Tile(16, 16, 1), flops=30e6, item_time=8.0),
+)
+# Keys that are values lie in shared memory once, as rows for one product and as columns for the other.
+NARROW_LATENT = (
+    Shape(Tile(16, 32, 3, residency=2), flops=320e6, item_time=8.0),
+    Shape(Tile(16, 64, 3, num_warps=8), flops=320e6, item_time=8.0),
+    *NARROW[-2:],
+)
+WIDE_FLOATS = (
+    Shape(Tile(32, 32, 2, bare_loop=True), flops=20e6, item_time=8.0),
+    Shape(Tile(16, 16, 2, bare_loop=True), flops=10e6, item_time=8.0),
+)
+NARROW_FLOATS = (
+    Shape(Tile(16, 32, 2), flops=20e6, item_time=8.0),
+    Shape(Tile(16, 16, 2), flops=10e6, item_time=8.0),
 )
 
 
@@ -112,7 +115,8 @@ def shared_memory(tile: Tile, spec: AttentionSpec, *, hopper: bool) -> int:
     columns = columns_of(spec.head_dim_qk).width
     row = columns + (0 if spec.latent else columns_of(spec.head_dim_vo).width)
     # Products of wide tiles read keys in the background, so that their steps need a buffer more.
-    buffers = tile.stages if hopper and tile.rows >= 64 and size == 2 else max(tile.stages - 1, 1)
+    multiplied = tile.keys if tile.keys_first else tile.rows
+    buffers = tile.stages if hopper and multiplied >= 64 and size == 2 else max(tile.stages - 1, 1)
     return size * (tile.rows * columns + buffers * tile.keys * row) + 1024
 
 
@@ -121,40 +125,69 @@ def is_sixteen_bits(spec: AttentionSpec) -> bool:
     return spec.dtype == spec.kv_dtype and spec.dtype.itemsize == 2
 
 
-def fits(shape: Shape, spec: AttentionSpec, device: Device) -> bool:
-    """Whether a shape's tiles have room in shared memory and registers."""
-    room = (device.shared_memory - 1024 * (shape.residency - 1)) // shape.residency
-    tiles = [tile for tile in (shape.wide, shape.narrow) if tile is not None]
+def fits(tile: Tile, spec: AttentionSpec, device: Device) -> bool:
+    """Whether a tile has room in shared memory and registers."""
+    room = (device.shared_memory - 1024 * (tile.residency - 1)) // tile.residency
     keys_are_values = spec.latent and is_sixteen_bits(spec)
     sums = value_columns(spec.head_dim_qk, spec.head_dim_vo, keys_are_values=keys_are_values).width
-    return all(
+    return (
         shared_memory(tile, spec, hopper=device.hopper) <= room
-        and tile.rows * (sums + tile.keys) <= 144 * 32 * shape.num_warps
-        for tile in tiles
+        and tile.rows * (sums + tile.keys) <= 144 * 32 * tile.num_warps
     )
 
 
-def kernel_configs(spec: AttentionSpec, device: Device) -> tuple[TritonConfig, ...]:
-    """The configurations that fit a spec and a device, the preferred one first."""
-    sixteen_bits = is_sixteen_bits(spec)
-    shapes = SIXTEEN_BITS if sixteen_bits else FLOATS
-    preferred = next((shape for shape in shapes if fits(shape, spec, device)), shapes[-1])
-    pairs = [shape for shape in PAIRS if sixteen_bits and fits(shape, spec, device)]
-    return tuple(_config(shape, spec, device) for shape in (preferred, *pairs))
+def possible_tile(tile: Tile, spec: AttentionSpec, *, aligned: bool, looks_up: bool) -> Tile:
+    """What to run in place of a tile where keys and values cannot all be copied ahead of the steps that need them.
+
+    What Triton 3.6 multiplies out of a Hopper's shared memory is wrong in some cases where it did not come there by
+    asynchronous copies: where only some of the operands did, and where values have few columns. Tiles of few rows are
+    multiplied out of registers.
+
+    Args:
+        tile: the tile of a strand.
+        spec: the layer.
+        aligned: rows begin where Triton knows them to be aligned; it copies no others ahead.
+        looks_up: steps with masks look up a value for every row and key, which leaves no room for copies.
+
+    >>> spec = AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim=128)
+    >>> [possible_tile(WIDE[0].tile, spec, aligned=aligned, looks_up=True).rows for aligned in (True, False)]
+    [128, 32]
+    """
+    ahead = aligned and not spec.captures
+    if ahead and not looks_up:
+        return tile
+    columns = columns_of(spec.head_dim_vo)
+    few = min(columns.main, columns.tail or columns.main) < 64
+    rows = min(tile.rows, FEW_ROWS) if few or not aligned else tile.rows
+    return replace(tile, rows=rows, stages=tile.stages if ahead else 1, keys_first=False)
 
 
-def _config(shape: Shape, spec: AttentionSpec, device: Device) -> TritonConfig:
-    tiles = tuple(tile for tile in (shape.wide, shape.narrow) if tile is not None)
-    strands = tuple(_strand(tile, shape, spec) for tile in tiles)
-    workers = shape.residency * device.multiprocessors
-    name = "+".join(f"{tile.rows}x{tile.keys}" for tile in tiles)
-    return TritonConfig(f"{name}-{workers}", strands, workers, num_warps=shape.num_warps, tiles=tiles)
+def kernel_configs(spec: AttentionSpec, device: Device) -> tuple[TritonConfig]:
+    """The configuration for a spec and a device: the widest tiles that fit, and narrow ones if those are not."""
+    if is_sixteen_bits(spec):
+        wide, narrow = WIDE, NARROW_LATENT if spec.latent else NARROW
+    else:
+        wide, narrow = WIDE_FLOATS, NARROW_FLOATS
+    shapes = [next((shape for shape in some if fits(shape.tile, spec, device)), some[-1]) for some in (wide, narrow)]
+    if shapes[0].tile.rows <= shapes[1].tile.rows:
+        shapes = shapes[:1]
+    tiles = tuple(shape.tile for shape in shapes)
+    overlapping = device.hopper and not device.interpreted
+    return (
+        TritonConfig(
+            "+".join(tile.name for tile in tiles) + f"-{device.multiprocessors}",
+            tuple(_strand(shape, spec, device, narrow=shape is not shapes[0]) for shape in shapes),
+            max(tile.residency for tile in tiles) * device.multiprocessors,
+            "apart" if overlapping else "turns",
+            tiles,
+        ),
+    )
 
 
-def _strand(tile: Tile, shape: Shape, spec: AttentionSpec) -> Strand:
+def _strand(shape: Shape, spec: AttentionSpec, device: Device, *, narrow: bool) -> Strand:
     """A worker has its share of an SM, and an SM does what one of an H200 does."""
-    workers = H200.multiprocessors * shape.residency
-    narrow = tile is shape.narrow
+    tile = shape.tile
+    share = H200.multiprocessors * tile.residency
     columns = columns_of(spec.head_dim_qk).width + columns_of(spec.head_dim_vo).width
     flops = 2 * max(tile.rows, 64) * tile.keys * columns  # fewer rows take as long
     partial_rows = min(tile.rows, spec.group_size) if narrow else tile.rows  # written once and read once
@@ -162,8 +195,10 @@ def _strand(tile: Tile, shape: Shape, spec: AttentionSpec) -> Strand:
         "narrow" if narrow else "wide",
         tile.rows,
         tile.keys,
-        item_time=shape.item_times[narrow],
-        compute_time=flops / shape.flops * workers,
-        memory_time=tile.keys * (spec.kv_bytes_per_token // spec.num_kv_heads) / shape.bytes * workers,
-        split_time=SPLIT_TIME + partial_rows * spec.head_dim_vo * 8 / shape.bytes * workers,
+        item_time=shape.item_time,
+        compute_time=flops / shape.flops * share,
+        memory_time=tile.keys * (spec.kv_bytes_per_token // spec.num_kv_heads) / BYTES * share,
+        split_time=SPLIT_TIME + partial_rows * spec.head_dim_vo * 8 / BYTES * share,
+        workers=tile.residency * device.multiprocessors,
+        haste=HASTE if narrow else 1.0,
     )

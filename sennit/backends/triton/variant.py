@@ -7,6 +7,7 @@ from functools import cached_property
 
 __all__ = ["Columns", "Tile", "Variant", "columns_of", "value_columns"]
 
+MERGED_VALUES = 4096  # numbers of partial results at once
 FEWEST_COLUMNS = 32  # of a tile; Triton 3.6 multiplies some of 16 columns wrongly on Hopper
 
 
@@ -55,19 +56,36 @@ def value_columns(dim_qk: int, dim_vo: int, *, keys_are_values: bool) -> Columns
 
 @dataclass(frozen=True)
 class Tile:
-    """Tiles of a strand.
+    """Tiles of a strand, and the workers that compute them.
 
     Attributes:
         rows: packed query rows.
         keys: keys of a step.
         stages: of the software pipeline.
         bare_loop: steps of which every row sees every key have a loop of their own, without masks.
+        keys_first: products are ``[keys, rows]``, so that warps divide the keys of few rows among them.
+        num_warps: of a worker.
+        residency: workers that share an SM.
     """
 
     rows: int
     keys: int
     stages: int
-    bare_loop: bool
+    bare_loop: bool = False
+    keys_first: bool = False
+    num_warps: int = 4
+    residency: int = 1
+
+    @property
+    def name(self) -> str:
+        """All of it in few letters.
+
+        >>> Tile(128, 64, 3, bare_loop=True, num_warps=8).name, Tile(16, 64, 3, keys_first=True, residency=2).name
+        ('128x64b-s3w8', '64x16-s3w4x2')
+        """
+        shape = f"{self.keys}x{self.rows}" if self.keys_first else f"{self.rows}x{self.keys}"
+        bare, shared = "b" * self.bare_loop, f"x{self.residency}" * (self.residency > 1)
+        return f"{shape}{bare}-s{self.stages}w{self.num_warps}{shared}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +93,10 @@ class Variant:
     """What is known when an attention kernel is compiled.
 
     Attributes:
-        tiles: one a strand.
+        strand: which of the configuration's.
+        tile: of the strand.
+        item_rows: packed query rows that an item may have.
+        overlaps: strands share the device, on which kernels can wait for each other.
         group_size: query heads per KV head.
         dim_qk, dim_vo: columns of queries and keys, and of values.
         latent: values are the first columns of keys.
@@ -84,10 +105,12 @@ class Variant:
         same_strides: keys and values have the same strides.
         window_left, window_right, num_sink_tokens, logits_soft_cap: see ``AttentionSpec``.
         trees: segments may have token trees.
-        captures: a user's function looks values up.
     """
 
-    tiles: tuple[Tile, ...]
+    strand: int
+    tile: Tile
+    item_rows: int
+    overlaps: bool
     group_size: int
     dim_qk: int
     dim_vo: int
@@ -100,7 +123,6 @@ class Variant:
     num_sink_tokens: int
     logits_soft_cap: float | None
     trees: bool
-    captures: bool
 
     @property
     def keys_are_values(self) -> bool:
@@ -116,3 +138,18 @@ class Variant:
     def vo(self) -> Columns:
         """Tiles of values and outputs."""
         return value_columns(self.dim_qk, self.dim_vo, keys_are_values=self.keys_are_values)
+
+    @property
+    def merges_itself(self) -> bool:
+        """Whether the worker that stores the last part of a tile merges them all; many rows are left to a kernel."""
+        return self.item_rows <= 16
+
+    @property
+    def merged_rows(self) -> int:
+        """Rows that are merged at once."""
+        return max(min(4, MERGED_VALUES // (2 * self.vo.main)), 1)
+
+    @property
+    def merged_parts(self) -> int:
+        """Parts of them whose values fit registers together."""
+        return MERGED_VALUES // (self.merged_rows * self.vo.main)

@@ -1,13 +1,22 @@
-"""The attention kernel: persistent workers, each running its items of every strand."""
+"""The attention kernel: the persistent workers of one strand, each running its items."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sennit.backends.triton.kernels.keys import load_columns, load_pages, pair_offsets
 from sennit.backends.triton.kernels.logits import change_logits, key_positions, row_positions, seen_keys, times_log2e
+from sennit.backends.triton.kernels.merge import merge_if_last
 from sennit.backends.triton.kernels.output import store_partial, store_rows, with_sinks
 from sennit.backends.triton.kernels.plan import load_item, load_segment, packed_rows, worker_items
-from sennit.backends.triton.kernels.softmax import empty_state, empty_sums, lse_and_factor, weigh, weigh_bare
+from sennit.backends.triton.kernels.softmax import (
+    empty_state,
+    empty_sums,
+    lse_and_factor,
+    sum_weights,
+    weigh,
+    weigh_bare,
+)
 
 __all__ = ["attend_kernel"]
 
@@ -26,7 +35,7 @@ def key_ranges(segment, item, variant: tl.constexpr):
         sink_start           start                                  end
     """
     _, _, q_len, _, _, exact_len, key_offset, causal, tree_len, _ = segment
-    _, row_start, num_rows, _, _, _, key_start, hole_start, key_end = item
+    _, row_start, num_rows, _, _, _, key_start, hole_start, key_end, _ = item
     # Positions of the first and the last row, or limits of them.
     first = exact_len - q_len + row_start // variant.group_size
     last = exact_len - q_len + (row_start + num_rows - 1) // variant.group_size
@@ -114,27 +123,32 @@ def multiply_floats(
 @triton.jit
 def multiply_keys(
     queries, key_rows, there, num_rows: tl.constexpr, num_keys: tl.constexpr, variant: tl.constexpr,
-    checked: tl.constexpr,
+    checked: tl.constexpr, keys_first: tl.constexpr,
 ):  # fmt: skip
-    """Products ``[rows, keys]`` of queries and keys, and the tiles of keys, where these are not read piece by piece."""
+    """Products ``[rows, keys]`` or ``[keys, rows]``, and the tiles of keys, where these are not read piece by piece."""
     if variant.floats:
         products = multiply_floats(queries[0], key_rows, there, num_rows, num_keys, variant, checked)
         key = products
         tail = products
     else:
         key = load_columns(key_rows, there, 0, variant.qk.main, variant.dim_qk, checked)
-        products = tl.dot(queries[0], tl.trans(key))
+        products = tl.dot(key, tl.trans(queries[0])) if keys_first else tl.dot(queries[0], tl.trans(key))
         tail = key
         if variant.qk.tail > 0:
             tail = load_columns(key_rows, there, variant.qk.main, variant.qk.tail, variant.dim_qk, checked)
-            products = tl.dot(queries[1], tl.trans(tail), products)
+            if keys_first:
+                products = tl.dot(tail, tl.trans(queries[1]), products)
+            else:
+                products = tl.dot(queries[1], tl.trans(tail), products)
     return products, key, tail
 
 
 @triton.jit
-def add_product(weights, value, sums, factor, variant: tl.constexpr):
+def add_product(weights, value, sums, factor, variant: tl.constexpr, keys_first: tl.constexpr):
     if variant.floats:  # see `multiply_floats`
         sums = tl.fma(sums, factor[:, None], tl.dot(weights, value, input_precision="ieee"))
+    elif keys_first:
+        sums = tl.dot(tl.trans(value), weights, sums * factor[None, :])
     else:
         sums = tl.dot(weights, value, sums * factor[:, None])
     return sums
@@ -142,7 +156,8 @@ def add_product(weights, value, sums, factor, variant: tl.constexpr):
 
 @triton.jit
 def add_values(
-    weights, factor, sums, sums_tail, key, key_tail, value_rows, there, variant: tl.constexpr, checked: tl.constexpr
+    weights, factor, sums, sums_tail, key, key_tail, value_rows, there, variant: tl.constexpr, checked: tl.constexpr,
+    keys_first: tl.constexpr,
 ):  # fmt: skip
     """Sums times ``factor``, plus weights times values."""
     product_type = tl.float32 if variant.floats else key.dtype
@@ -150,33 +165,32 @@ def add_values(
     value = key
     if not variant.keys_are_values:
         value = load_columns(value_rows, there, 0, variant.vo.main, variant.dim_vo, checked).to(product_type)
-    sums = add_product(weights, value, sums, factor, variant)
+    sums = add_product(weights, value, sums, factor, variant, keys_first)
     if variant.vo.tail > 0:
         value = key_tail
         if not variant.keys_are_values:
             value = load_columns(value_rows, there, variant.vo.main, variant.vo.tail, variant.dim_vo, checked)
             value = value.to(product_type)
-        sums_tail = add_product(weights, value, sums_tail, factor, variant)
+        sums_tail = add_product(weights, value, sums_tail, factor, variant, keys_first)
     return sums, sums_tail
 
 
 @triton.jit
 def attend_head(
-    segment, tree, item, ranges, kv_head, page_table, q, k, v, out, lse, partials, packed_mask, sinks, alibi_slopes,
-    captures, sm_scale, strand: tl.constexpr, variant: tl.constexpr, change: tl.constexpr,
+    segment, tree, item, ranges, kv_head, first_row, page_table, q, k, v, out, lse, partials, packed_mask, sinks,
+    alibi_slopes, captures, sm_scale, variant: tl.constexpr, change: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of an item."""
-    num_queries: tl.constexpr = variant.tiles[strand].rows
-    num_keys: tl.constexpr = variant.tiles[strand].keys
-    num_stages: tl.constexpr = variant.tiles[strand].stages
+    """One KV head of an item, of its rows those from ``first_row`` that a tile holds."""
+    num_queries: tl.constexpr = variant.tile.rows
+    num_keys: tl.constexpr = variant.tile.keys
+    num_stages: tl.constexpr = variant.tile.stages
     # What looks things up key by key has no room in shared memory for the next steps.
-    looks_up: tl.constexpr = variant.trees or packed_mask is not None
-    masked_stages: tl.constexpr = 1 if looks_up or variant.captures else num_stages
-    bare_stages: tl.constexpr = 1 if variant.captures else num_stages
-    bare_loop: tl.constexpr = variant.tiles[strand].bare_loop and packed_mask is None
+    masked_stages: tl.constexpr = 1 if variant.trees or packed_mask is not None else num_stages
+    keys_first: tl.constexpr = variant.tile.keys_first
+    bare_loop: tl.constexpr = variant.tile.bare_loop and packed_mask is None
     request, q_start, q_len, kv_start, _, exact_len, key_offset, _, tree_len, _ = segment
-    _, row_start, num_rows, head_start, _, partial_row, _, _, _ = item
-    tokens, of_group, exists = packed_rows(row_start, num_rows, 0, num_queries, variant.group_size)
+    _, row_start, num_rows, head_start, _, partial_row, _, _, _, _ = item
+    tokens, of_group, exists = packed_rows(row_start, num_rows, first_row, num_queries, variant.group_size)
     heads = kv_head * variant.group_size + of_group
     positions = row_positions(tokens, q_len, exact_len, tree_len, tree, variant.trees)
     transforms: tl.constexpr = variant.logits_soft_cap is not None or alibi_slopes is not None or change is not None
@@ -189,8 +203,8 @@ def attend_head(
     queries = load_queries(q[0] + row * q[1] + heads.to(tl.int64) * q[2], variant)
     k_head = k[0] + wide_head * k[3]
     v_head = v[0] + wide_head * v[3]
-    largest, total = empty_state(num_queries)
-    sums, sums_tail = empty_sums(num_queries, variant)
+    largest, total = empty_state(num_queries, num_keys, keys_first)
+    sums, sums_tail = empty_sums(num_queries, variant, keys_first)
     lanes = tl.arange(0, num_keys)
 
     # Steps that need no masks, of all from `start`.
@@ -220,7 +234,7 @@ def attend_head(
             there &= pages >= 0  # given back behind a window
         k_offsets, v_offsets = pair_offsets(pages, kv_start, keys, k, v, variant)
         products, key, key_tail = multiply_keys(
-            queries, k_head + k_offsets, there, num_queries, num_keys, variant, True
+            queries, k_head + k_offsets, there, num_queries, num_keys, variant, True, keys_first
         )
         if variant.page_size is not None:
             next_first, next_end = masked_step(number + 1, ranges, bare_first, num_bare, num_keys, variant)
@@ -230,15 +244,15 @@ def attend_head(
         if transforms:
             logits = change_logits(
                 products, positions, key_position, heads, slopes, request, captures, sm_scale, variant, change,
-                alibi_slopes is not None,
+                alibi_slopes is not None, keys_first,
             )  # fmt: skip
         else:
             logits = times_log2e(products * sm_scale)
-        seen = seen_keys(there, keys, key_position, tokens, positions, segment, tree, packed_mask, variant)
+        seen = seen_keys(there, keys, key_position, tokens, positions, segment, tree, packed_mask, variant, keys_first)
         logits = tl.where(seen, logits, float("-inf"))
-        weights, factor, largest, total = weigh(logits, largest, total)
+        weights, factor, largest, total = weigh(logits, largest, total, keys_first)
         sums, sums_tail = add_values(
-            weights, factor, sums, sums_tail, key, key_tail, v_head + v_offsets, there, variant, True
+            weights, factor, sums, sums_tail, key, key_tail, v_head + v_offsets, there, variant, True, keys_first
         )
 
     if bare_loop:
@@ -246,34 +260,37 @@ def attend_head(
         bare_stop = bare_at + num_bare * num_keys
         if variant.page_size is not None:
             pages = load_pages(page_table, kv_start, bare_at + lanes, bare_stop, variant.page_size)
-        for first in tl.range(bare_at, bare_stop, num_keys, num_stages=bare_stages):
+        for first in tl.range(bare_at, bare_stop, num_keys, num_stages=num_stages):
             keys = first + lanes
             k_offsets, v_offsets = pair_offsets(pages, kv_start, keys, k, v, variant)
             products, key, key_tail = multiply_keys(
-                queries, k_head + k_offsets, keys, num_queries, num_keys, variant, False
+                queries, k_head + k_offsets, keys, num_queries, num_keys, variant, False, keys_first
             )
             if variant.page_size is not None:
                 pages = load_pages(page_table, kv_start, keys + num_keys, bare_stop, variant.page_size)
             if transforms:
                 logits = change_logits(
                     products, positions, key_offset + keys, heads, slopes, request, captures, sm_scale, variant, change,
-                    alibi_slopes is not None,
+                    alibi_slopes is not None, keys_first,
                 )  # fmt: skip
-                weights, factor, largest, total = weigh(logits, largest, total)
+                weights, factor, largest, total = weigh(logits, largest, total, keys_first)
             elif variant.floats:  # whose products may be large
-                weights, factor, largest, total = weigh(times_log2e(products * sm_scale), largest, total)
+                weights, factor, largest, total = weigh(times_log2e(products * sm_scale), largest, total, keys_first)
             else:
-                weights, factor, largest, total = weigh_bare(products, scale, largest, total)
+                weights, factor, largest, total = weigh_bare(products, scale, largest, total, keys_first)
             sums, sums_tail = add_values(
-                weights, factor, sums, sums_tail, key, key_tail, v_head + v_offsets, keys, variant, False
+                weights, factor, sums, sums_tail, key, key_tail, v_head + v_offsets, keys, variant, False, keys_first
             )
 
-    lse_values, factor = lse_and_factor(largest, total)
+    if keys_first:
+        sums = tl.trans(sums)
+        sums_tail = tl.trans(sums_tail)
+    lse_values, factor = lse_and_factor(largest, sum_weights(total, keys_first))
     if partial_row >= 0:
-        first_row = partial_row + (kv_head - head_start) * num_rows
         sums *= factor[:, None]
         sums_tail *= factor[:, None]
-        store_partial(sums, sums_tail, lse_values, first_row, exists, partials, variant, num_queries)
+        at = partial_row + (kv_head - head_start) * num_rows + first_row
+        store_partial(sums, sums_tail, lse_values, at, exists, partials, variant, num_queries)
     else:
         if sinks is not None:
             lse_values, sink_factor = with_sinks(lse_values, heads, sinks)
@@ -283,7 +300,9 @@ def attend_head(
         store_rows(sums, sums_tail, lse_values, q_start + tokens, heads, exists, out, lse, variant)
 
 
-STEADY = ["plan", "page_table", "kv_lens", "lse", "partials", "packed_mask", "sinks", "alibi_slopes"]
+STEADY = [
+    "plan", "page_table", "kv_lens", "lse", "partials", "counters", "packed_mask", "sinks", "alibi_slopes"
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_partial_rows"], do_not_specialize_on_alignment=STEADY)
@@ -294,6 +313,7 @@ def attend_kernel(
     q, k, v, out,
     lse,  # float32, or None
     partials,  # float32 [num_partial_rows * (dim_vo + 1)]: outputs, then LSEs
+    counters,  # int32 [merges], zeros
     packed_mask,  # uint8 [bytes], or None
     sinks,  # float32 [heads], or None
     alibi_slopes,  # float32 [heads], or None
@@ -308,19 +328,41 @@ def attend_kernel(
     variant: tl.constexpr,
     change: tl.constexpr,
 ):  # fmt: skip
-    """All items of one worker, strand after strand."""
+    """All items of one worker of a strand.
+
+    Strands that share the device are launched one right after the other: the second may begin when all workers of the
+    first have, and ends after them.
+    """
+    if variant.overlaps and variant.strand == 0:
+        gdc_launch_dependents()
     partial_lse = partials + num_partial_rows.to(tl.int64) * variant.dim_vo
     sm_scale = tl.full([], sm_scale, tl.float32)  # in the interpreter it is a Python number
-    for strand in tl.static_range(len(variant.tiles)):
-        first, last = worker_items(plan, strand, tl.program_id(0))
-        for index in range(first, last):
-            item = load_item(plan, index)
-            segment, tree = load_segment(plan, item[0], kv_lens)
-            ranges = key_ranges(segment, item, variant)
-            for kv_head in range(item[3], item[3] + item[4]):
+    first, last = worker_items(plan, variant.strand, tl.program_id(0))
+    for index in range(first, last):
+        item = load_item(plan, index)
+        segment, tree = load_segment(plan, item[0], kv_lens)
+        ranges = key_ranges(segment, item, variant)
+        for kv_head in range(item[3], item[3] + item[4]):
+            if variant.tile.rows >= variant.item_rows:
                 attend_head(
-                    segment, tree, item, ranges, kv_head, page_table, (q, q_row, q_head), (k, k_page, k_slot, k_head),
-                    (v, v_page, v_slot, v_head), (out, out_row, out_head), (lse, lse_row, lse_head),
-                    (partials, partial_lse), packed_mask, sinks, alibi_slopes, captures, sm_scale,
-                    strand, variant, change,
+                    segment, tree, item, ranges, kv_head, 0, page_table, (q, q_row, q_head),
+                    (k, k_page, k_slot, k_head), (v, v_page, v_slot, v_head), (out, out_row, out_head),
+                    (lse, lse_row, lse_head), (partials, partial_lse), packed_mask, sinks, alibi_slopes, captures,
+                    sm_scale, variant, change,
                 )  # fmt: skip
+            else:
+                for first_row in range(0, item[2], variant.tile.rows):
+                    attend_head(
+                        segment, tree, item, ranges, kv_head, first_row, page_table, (q, q_row, q_head),
+                        (k, k_page, k_slot, k_head), (v, v_page, v_slot, v_head), (out, out_row, out_head),
+                        (lse, lse_row, lse_head), (partials, partial_lse), packed_mask, sinks, alibi_slopes, captures,
+                        sm_scale, variant, change,
+                    )  # fmt: skip
+            if variant.merges_itself:  # noqa: SIM102  # known when it is compiled
+                if item[5] >= 0:
+                    merge_if_last(
+                        item[9] + kv_head - item[3], plan, (out, out_row, out_head), (lse, lse_row, lse_head),
+                        (partials, partial_lse), counters, sinks, variant,
+                    )  # fmt: skip
+    if variant.overlaps and variant.strand == 1:
+        gdc_wait()

@@ -7,9 +7,17 @@ __all__ = ["load_columns", "load_pages", "pair_offsets"]
 
 
 @triton.jit
+def page_and_slot(keys, page_size: tl.constexpr):
+    """Which page of its request a key is in, and where in it. Keys are not negative, which saves shifts."""
+    known = keys.to(tl.uint32, bitcast=True)
+    return (known // page_size).to(tl.int32, bitcast=True), (known % page_size).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def load_pages(page_table, kv_start, keys, end, page_size: tl.constexpr):
     """The page of each key before ``end``; -1 for the others, of which no entry is read."""
-    return tl.load(page_table + kv_start + keys // page_size, mask=keys < end, other=-1)
+    page, _ = page_and_slot(keys, page_size)
+    return tl.load(page_table + kv_start + page, mask=keys < end, other=-1)
 
 
 @triton.jit
@@ -18,7 +26,8 @@ def row_offsets(pages, kv_start, keys, page_stride, slot_stride, page_size: tl.c
     if page_size is None:
         offsets = (kv_start + keys).to(tl.int64) * slot_stride
     else:
-        offsets = pages.to(tl.int64) * page_stride + (keys % page_size).to(tl.int64) * slot_stride
+        _, slot = page_and_slot(keys, page_size)
+        offsets = pages.to(tl.int64) * page_stride + slot.to(tl.int64) * slot_stride
     return offsets
 
 

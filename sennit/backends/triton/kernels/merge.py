@@ -1,4 +1,4 @@
-"""The merge of partial results by log-sum-exp."""
+"""The merge of partial results by log-sum-exp: of few rows by the worker that stores the last part, or a kernel."""
 
 import triton
 import triton.language as tl
@@ -7,17 +7,20 @@ from sennit.backends.triton.kernels.output import store_rows, with_sinks
 from sennit.backends.triton.kernels.plan import load_merge, load_segment, num_merges, packed_rows
 from sennit.backends.triton.kernels.softmax import empty_state, empty_sums, lse_and_factor
 
-__all__ = ["merge_kernel"]
+__all__ = ["merge_if_last", "merge_kernel"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def load_parts(partials, at, there, first: tl.constexpr, width: tl.constexpr, dim: tl.constexpr):
-    """Columns ``first : first + width`` of parts ``[parts, rows]``; zero where there is nothing."""
+    """Columns ``first : first + width`` of parts ``[parts, rows]``; zero where there is nothing.
+
+    Other workers have written them: what the multiprocessor itself remembers is passed over.
+    """
     columns = first + tl.arange(0, width)
     pointers = partials + at.to(tl.int64)[:, :, None] * dim + columns[None, None, :]
-    return tl.load(pointers, mask=there[:, :, None] & (columns < dim)[None, None, :], other=0.0)
+    return tl.load(pointers, mask=there[:, :, None] & (columns < dim)[None, None, :], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -26,15 +29,15 @@ def merge_rows(
     variant: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first : first + rows`` of a merge, ``parts`` parts at a time and these in their order."""
-    index, row_start, num_rows, kv_head, first_row, num_parts, stride = merge
+    index, row_start, num_rows, kv_head, first_row, num_parts, stride, _ = merge
     lanes = first + tl.arange(0, rows)
-    largest, total = empty_state(rows)
-    sums, sums_tail = empty_sums(rows, variant)
+    largest, total = empty_state(rows, 1, False)
+    sums, sums_tail = empty_sums(rows, variant, False)
     for part in range(0, num_parts, parts):
         numbers = part + tl.arange(0, parts)
         at = first_row + numbers[:, None] * stride + lanes[None, :]
         there = (numbers < num_parts)[:, None] & (lanes < num_rows)[None, :]
-        logits = tl.load(partials[1] + at, mask=there, other=float("-inf"))
+        logits = tl.load(partials[1] + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         there &= logits != float("-inf")  # values of a part without keys are zero
         values = load_parts(partials[0], at, there, 0, variant.vo.main, variant.dim_vo)
         most = tl.maximum(largest, tl.max(logits, 0))
@@ -60,6 +63,22 @@ def merge_rows(
     store_rows(sums, sums_tail, lse_values, segment[1] + tokens, heads, exists, out, lse, variant)
 
 
+@triton.jit
+def merge_if_last(index, plan, out, lse, partials, counters, sinks, variant: tl.constexpr):
+    """Count a part of a merge that has been stored; whoever stored the last one merges them all.
+
+    Which worker that is differs from run to run, but not what it computes. It leaves the counter at zero.
+    """
+    merge = load_merge(plan, index)
+    tl.debug_barrier()  # the whole worker has stored, and the count publishes it
+    if tl.atomic_add(counters + index, 1, sem="acq_rel") == merge[5] - 1:
+        for first in range(0, merge[2], variant.merged_rows):
+            merge_rows(
+                merge, first, plan, out, lse, partials, sinks, variant.merged_rows, variant.merged_parts, variant
+            )
+        tl.store(counters + index, 0)
+
+
 STEADY = ["plan", "lse", "partials", "sinks"]
 
 
@@ -73,16 +92,16 @@ def merge_kernel(
     num_partial_rows,
     out_row, out_head,  # strides, in elements
     lse_row, lse_head,
-    rows: tl.constexpr,
-    parts: tl.constexpr,
     variant: tl.constexpr,
 ):  # fmt: skip
-    """All merges: some for each first index of the grid, and some of their rows for each second one."""
+    """All merges of a strand: some for each first index of the grid, and some of their rows for each second one."""
     partial_lse = partials + num_partial_rows.to(tl.int64) * variant.dim_vo
     for index in range(tl.program_id(0), num_merges(plan), tl.num_programs(0)):
         merge = load_merge(plan, index)
-        for first in range(tl.program_id(1) * rows, merge[2], tl.num_programs(1) * rows):
-            merge_rows(
-                merge, first, plan, (out, out_row, out_head), (lse, lse_row, lse_head), (partials, partial_lse), sinks,
-                rows, parts, variant,
-            )  # fmt: skip
+        if merge[7] == variant.strand:
+            rows: tl.constexpr = variant.merged_rows
+            for first in range(tl.program_id(1) * rows, merge[2], tl.num_programs(1) * rows):
+                merge_rows(
+                    merge, first, plan, (out, out_row, out_head), (lse, lse_row, lse_head), (partials, partial_lse),
+                    sinks, rows, variant.merged_parts, variant,
+                )  # fmt: skip

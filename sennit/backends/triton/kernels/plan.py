@@ -10,10 +10,10 @@ __all__ = ["load_item", "load_merge", "load_segment", "num_merges", "num_segment
 
 ROW_WIDTH = tl.constexpr(_ROW_WIDTH)
 NUM_SEGMENTS = tl.constexpr(int(Header.NUM_SEGMENTS))
-NUM_MERGES = tl.constexpr(int(Header.NUM_MERGES))
 NUM_WORKERS = tl.constexpr(int(Header.NUM_WORKERS))
 SEGMENTS_AT = tl.constexpr(int(Header.SEGMENTS_AT))
 ITEMS_AT = tl.constexpr(int(Header.ITEMS_AT))
+NUM_MERGES = tl.constexpr(int(Header.NUM_MERGES))
 WORKERS_AT = tl.constexpr(int(Header.WORKERS_AT))
 MERGES_AT = tl.constexpr(int(Header.MERGES_AT))
 TREES_AT = tl.constexpr(int(Header.TREES_AT))
@@ -70,7 +70,7 @@ def load_segment(plan, index, kv_lens):
 
 @triton.jit
 def load_item(plan, index):
-    """``(segment, row_start, num_rows, head_start, num_heads, partial_row, key_start, hole_start, key_end)``.
+    """``(segment, row_start, num_rows, head_start, num_heads, partial_row, key_start, hole_start, key_end, merge)``.
 
     Where the hole ends, rows that see nothing in it begin to see keys: nobody needs to be told.
     """
@@ -85,12 +85,13 @@ def load_item(plan, index):
         tl.load(at + 5),
         tl.load(at + 8),
         tl.load(at + 6),
+        tl.load(at + 10),
     )
 
 
 @triton.jit
 def load_merge(plan, index):
-    """``(segment, row_start, num_rows, head, first_row, num_parts, stride)``."""
+    """``(segment, row_start, num_rows, head, first_row, num_parts, stride, strand)``."""
     at = plan + tl.load(plan + MERGES_AT) + index * ROW_WIDTH
     return (
         tl.load(at),
@@ -100,6 +101,7 @@ def load_merge(plan, index):
         tl.load(at + 4),
         tl.load(at + 5),
         tl.load(at + 6),
+        tl.load(at + 7),
     )
 
 

@@ -3,46 +3,79 @@
 import triton
 import triton.language as tl
 
-__all__ = ["empty_state", "empty_sums", "lse_and_factor", "weigh", "weigh_bare"]
+__all__ = ["empty_state", "empty_sums", "lse_and_factor", "of_keys", "of_rows", "sum_weights", "weigh", "weigh_bare"]
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def empty_state(rows: tl.constexpr):
-    """``(largest, total)`` of rows that have seen no key: the largest logit times log2(e), and the sum of weights."""
-    return tl.full([rows], float("-inf"), tl.float32), tl.zeros([rows], tl.float32)
+def of_rows(values, keys_first: tl.constexpr):
+    """A value a row, as a tile ``[rows, 1]``, or ``[1, rows]`` where keys come first."""
+    return values[None, :] if keys_first else values[:, None]
 
 
 @triton.jit
-def empty_sums(rows: tl.constexpr, variant: tl.constexpr):
+def of_keys(values, keys_first: tl.constexpr):
+    """A value a key, likewise."""
+    return values[:, None] if keys_first else values[None, :]
+
+
+@triton.jit
+def empty_state(rows: tl.constexpr, keys: tl.constexpr, keys_first: tl.constexpr):
+    """``(largest, total)`` of rows that have seen no key: the largest logit times log2(e), and the sum of weights.
+
+    Where keys come first, they lie in the lanes of all warps, and are summed in the end: the total is a tile till then.
+    """
+    largest = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([keys, rows], tl.float32) if keys_first else tl.zeros([rows], tl.float32)
+    return largest, total
+
+
+@triton.jit
+def empty_sums(rows: tl.constexpr, variant: tl.constexpr, columns_first: tl.constexpr):
     """Sums of values, and those of a second tile of columns, which is one column where there is none."""
     main: tl.constexpr = variant.vo.main
     tail: tl.constexpr = variant.vo.tail if variant.vo.tail > 0 else 1
-    return tl.zeros([rows, main], tl.float32), tl.zeros([rows, tail], tl.float32)
+    if columns_first:
+        sums = tl.zeros([main, rows], tl.float32), tl.zeros([tail, rows], tl.float32)
+    else:
+        sums = tl.zeros([rows, main], tl.float32), tl.zeros([rows, tail], tl.float32)
+    return sums
 
 
 @triton.jit
-def weigh(logits, largest, total):
+def add_weights(weights, factor, total, keys_first: tl.constexpr):
+    """The total times ``factor``, and weights."""
+    return total * factor[None, :] + weights if keys_first else total * factor + tl.sum(weights, 1)
+
+
+@triton.jit
+def sum_weights(total, keys_first: tl.constexpr):
+    """The total of each row."""
+    return tl.sum(total, 0) if keys_first else total
+
+
+@triton.jit
+def weigh(logits, largest, total, keys_first: tl.constexpr):
     """Weights of logits times log2(e), the factor of what was summed before, and the new ``(largest, total)``."""
-    most = tl.maximum(largest, tl.max(logits, 1))
+    most = tl.maximum(largest, tl.max(logits, 0 if keys_first else 1))
     base = tl.where(most == float("-inf"), 0.0, most)  # -inf - -inf is NaN
-    weights = tl.exp2(logits - base[:, None])
+    weights = tl.exp2(logits - of_rows(base, keys_first))
     factor = tl.exp2(largest - base)
-    return weights, factor, most, total * factor + tl.sum(weights, 1)
+    return weights, factor, most, add_weights(weights, factor, total, keys_first)
 
 
 @triton.jit
-def weigh_bare(products, scale, largest, total):
+def weigh_bare(products, scale, largest, total, keys_first: tl.constexpr):
     """The same for products of keys that every row sees, times a positive ``scale``, in fewer instructions.
 
     The product is not rounded before the largest is subtracted, which is within reach of float32 as long as products
     times ``scale`` stay under ``2**30``.
     """
-    most = tl.maximum(largest, tl.max(products, 1) * scale)
-    weights = tl.exp2(products * scale - most[:, None])
+    most = tl.maximum(largest, tl.max(products, 0 if keys_first else 1) * scale)
+    weights = tl.exp2(products * scale - of_rows(most, keys_first))
     factor = tl.exp2(largest - most)
-    return weights, factor, most, total * factor + tl.sum(weights, 1)
+    return weights, factor, most, add_weights(weights, factor, total, keys_first)
 
 
 @triton.jit
