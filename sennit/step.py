@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,7 +23,6 @@ from sennit.plan.plan import Plan
 from sennit.pools import KVPages
 
 __all__ = ["CacheParts", "Step", "StepOptions"]
-
 
 @dataclass(frozen=True)
 class CacheParts:
@@ -214,11 +214,6 @@ class Step:
         state.attended[index] = True
         return out
 
-    @property
-    def _host_tables(self) -> bool:
-        """Whether the device reads the host's tables, so that it needs no copy of its own."""
-        return self._parts.device.type == "cpu"
-
     def _check_reader(self, state: _Open, layer: Layer, *, stores: bool) -> None:
         """What holds for a layer that only reads: it brings no keys, and what it reads has been written."""
         if not self._options.append:
@@ -236,7 +231,7 @@ class Step:
             )  # fmt: skip
 
     def _make_batches(self, reservation: Reservation) -> list[Batch]:
-        """A batch a group over the live table rows, on the device where it has its own copy of the tables."""
+        """A batch a group over the live table rows: those of the device's own copy where there are many."""
         parts, slots, width = self._parts, reservation.slots, reservation.max_pages
         starts, tables = np.append(0, np.cumsum(reservation.q_lens)), parts.sequences.tables
         host = (pages[slots, :width] for pages in tables.pages)
@@ -252,7 +247,8 @@ class Step:
                 )
                 for table in host
             ]
-        rows = host if self._host_tables else parts.mirror.rows(tables, slots, width)
+        sent = len(tables.pages) * len(slots) * width <= most_entries_sent(parts.device)
+        rows = host if sent else parts.mirror.rows(tables, slots, width)
         return [Batch.padded(query_start_loc=starts, seq_lens=reservation.kv_lens, block_table=table) for table in rows]
 
     def _make_plans(self, batches: list[Batch]) -> list[Plan]:
@@ -301,6 +297,11 @@ class Step:
             rows = upload(np.concatenate([positions, ends[batch.q_lens > 0] - 1]), self._parts.device)
             self._rows = rows[: len(positions)], rows[len(positions) :]
         return self._rows
+
+
+def most_entries_sent(device: torch.device) -> int:
+    """Entries of page tables up to which they are sent with a plan; of more, the device has a copy of its own."""
+    return sys.maxsize if device.type == "cpu" else 2**16
 
 
 def _closed(what: str) -> StepClosed:

@@ -98,17 +98,20 @@ class Schedule:
     @property
     def combined_loads(self) -> FloatArray:
         """The same of all strands together: of each worker, or of every strand's own workers."""
-        loads, config = self.loads, self.line.config
-        if config.combine == "sum" or len(loads) == 1:
-            return loads.sum(axis=0)
+        loads, config, line = self.loads, self.line.config, self.line
+        combined: FloatArray = loads.sum(axis=0)
+        if len(loads) == 1 or config.combine == "sum":
+            return combined
         if config.combine == "max":
-            return loads.max(axis=0)
-        if config.combine == "turns":  # what shares an SM follows each other on it
+            combined = loads.max(axis=0)
+        elif config.combine == "turns":  # what shares an SM follows each other on it
             index = np.arange(config.num_workers)
-            return sum(row[index * count // len(index)] for row, count in zip(loads, config.workers, strict=True))
-        haste = [strand.haste for strand in config.strands] if self.line.strand_times.all() else [1.0] * len(loads)
-        rows = list(zip(loads, self.line.strand_workers, haste, self.line.strand_times > 0, strict=True))
-        return np.concatenate([row[:count] / factor for row, count, factor, used in rows if used] or [loads[0]])
+            combined = sum(row[index * count // len(index)] for row, count in zip(loads, config.workers, strict=True))
+        elif line.strand_times.any():
+            haste = [strand.haste if line.strand_times.all() else 1.0 for strand in config.strands]
+            rows = zip(loads, line.strand_workers, haste, line.strand_times > 0, strict=True)
+            combined = np.concatenate([row[:count] / factor for row, count, factor, used in rows if used])
+        return combined
 
 
 def make_schedule(

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from math import prod
 from threading import Lock
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -24,11 +24,12 @@ from sennit.spec import AttentionSpec
 
 __all__ = ["TritonBackend"]
 
+_Value = TypeVar("_Value")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OLDEST = (3, 6)
 LEAST_CAPABILITY = (8, 0)
 ELEMENTS_AT_ONCE = 1024  # of a page that is copied
-APPENDED_ROWS = 4
+APPENDED_ROWS, SEGMENTS_AT_ONCE = 4, 128
 FEWEST_COUNTERS = 4096
 MERGING_WORKERS = 8  # of one merge
 MOST_FORMS = 256  # of launches that are remembered
@@ -88,31 +89,30 @@ class TritonBackend:
             return
         k, v = _dense_columns(launch.k), None if launch.v is None else _dense_columns(launch.v)
         spec, k_pages, v_pages = launch.spec, launch.k_pages, launch.v_pages
+        strides = (
+            *k.stride()[:2],
+            *((0, 0) if v is None else v.stride()[:2]),
+            *k_pages.stride()[:3],
+            *((0, 0, 0) if v_pages is None else v_pages.stride()[:3]),
+        )
+        tensors = (
+            launch.plan, launch.page_table, _contiguous(launch.kv_lens), launch.slots, k, v, k_pages, v_pages
+        )  # fmt: skip
+        others = (
+            rows, *strides, launch.page_size, spec.head_dim_qk, spec.head_dim_vo, _power_of_two(spec.head_dim_qk),
+            _power_of_two(spec.head_dim_vo), APPENDED_ROWS, SEGMENTS_AT_ONCE,
+        )  # fmt: skip
+        form = (
+            k.dtype, k.device.index, launch.kv_lens is None, launch.slots is None, others[1:],
+            *(None if pool is None else pool.data_ptr() % ALIGNED for pool in (k, v, k_pages, v_pages)),
+        )  # fmt: skip
         grid = (-(-rows // APPENDED_ROWS), spec.num_kv_heads, 1)
         with _current(k.device):
-            _kernels().append[grid](
-                launch.plan,
-                launch.page_table,
-                _contiguous(launch.kv_lens),
-                launch.slots,
-                rows,
-                k,
-                v,
-                k_pages,
-                v_pages,
-                *k.stride()[:2],
-                *((0, 0) if v is None else v.stride()[:2]),
-                *k_pages.stride()[:3],
-                *((0, 0, 0) if v_pages is None else v_pages.stride()[:3]),
-                page_size=launch.page_size,
-                dim_qk=spec.head_dim_qk,
-                dim_vo=spec.head_dim_vo,
-                width_qk=_power_of_two(spec.head_dim_qk),
-                width_vo=_power_of_two(spec.head_dim_vo),
-                rows_at_once=APPENDED_ROWS,
-                segments_at_once=128,
-                enable_fp_fusion=True,
-            )
+            if (known := _appends.get(form)) is not None:
+                known[grid](*_addresses(tensors), *others)
+            else:
+                compiled = _kernels().append[grid](*tensors, *others, enable_fp_fusion=True)
+                _remember(_appends, form, compiled)
 
     def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~sennit.backends.base.Backend`."""
@@ -176,6 +176,7 @@ class Compiled:
 
 
 _compiled: dict[tuple[Any, ...], Compiled] = {}  # the oldest first
+_appends: dict[tuple[Any, ...], Any] = {}  # compiled kernels, likewise
 _lock = Lock()  # of additions
 
 
@@ -189,7 +190,7 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> 
         q.stride(), k.stride(), v.stride(), out.stride(), None if lse is None else lse.stride(),
         q.data_ptr() % ALIGNED, k.data_ptr() % ALIGNED, v.data_ptr() % ALIGNED, out.data_ptr() % ALIGNED,
     )  # fmt: skip
-    known = _compiled.get(key) or _remember(key, _form(launch, q, out, trees=trees))
+    known = _compiled.get(key) or _remember(_compiled, key, _form(launch, q, out, trees=trees))
     config = known.config
     num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
     partials, counters = known.no_partials, known.no_counters
@@ -197,11 +198,11 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> 
         partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
         most = config.num_workers * len(config.strands)
         counters = merge_counters(q.device, most if fixed else arrays[Header.NUM_MERGES])
-    arguments = (
+    tensors = (
         launch.plan, launch.page_table, _contiguous(kv_lens), q, k, v, out, lse, partials, counters, mask,
-        _contiguous(launch.sinks), _contiguous(launch.alibi_slopes), _captures(launch), launch.sm_scale,
-        num_partial_rows, *known.strides,
+        _contiguous(launch.sinks), _contiguous(launch.alibi_slopes),
     )  # fmt: skip
+    others = _captures(launch), launch.sm_scale, num_partial_rows, *known.strides
     strands = range(len(config.strands)) if fixed else arrays.strands_with_items
     for strand in strands:
         tile = config.tiles[strand]
@@ -209,11 +210,11 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> 
         follows = strand > 0 and len(strands) > 1 and config.combine == "apart"
         kernel = known.kernels.get((strand, follows))
         if kernel is not None:
-            kernel[grid](*_addresses(arguments), known.variants[strand], known.change)
+            kernel[grid](*_addresses(tensors), *others, known.variants[strand], known.change)
             continue
         options = {"launch_pdl": True} if follows else {}
         compiled = _kernels().attend[grid](
-            *arguments, known.variants[strand], known.change,
+            *tensors, *others, known.variants[strand], known.change,
             num_warps=tile.num_warps, enable_fp_fusion=True, **options,
         )  # fmt: skip
         if not spec.captures:  # whose forms are not in the key
@@ -225,19 +226,17 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> 
 def _merge(launch: Attend, out: torch.Tensor, partials: torch.Tensor, num_partial_rows: int, known: Compiled) -> None:
     """The kernel that merges what the first strand has split."""
     grid = (known.config.num_workers, MERGING_WORKERS, 1)
-    arguments = (
-        launch.plan, out, launch.lse, partials, _contiguous(launch.sinks), num_partial_rows, *known.strides[-4:],
-        known.variants[0],
-    )  # fmt: skip
+    tensors = launch.plan, out, launch.lse, partials, _contiguous(launch.sinks)
+    others = num_partial_rows, *known.strides[-4:], known.variants[0]
     if known.merge is None:
-        known.merge = _kernels().merge[grid](*arguments, enable_fp_fusion=True)
+        known.merge = _kernels().merge[grid](*tensors, *others, enable_fp_fusion=True)
     else:
-        known.merge[grid](*_addresses(arguments))
+        known.merge[grid](*_addresses(tensors), *others)
 
 
-def _addresses(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of a launch with addresses in place of tensors, of which Triton would ask the driver where they are."""
-    return tuple([one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments])
+def _addresses(tensors: tuple[torch.Tensor | None, ...]) -> list[int | None]:
+    """What takes the place of tensors in a launch: of those, Triton would ask the driver where they are."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream, in the order of which kernels use them
@@ -254,11 +253,12 @@ def merge_counters(device: torch.device, count: int) -> torch.Tensor:
     return known
 
 
-def _remember(key: tuple[Any, ...], form: Compiled) -> Compiled:
+def _remember(known: dict[tuple[Any, ...], _Value], form: tuple[Any, ...], value: _Value) -> _Value:
+    """What ``known`` has for a form, at most :data:`MOST_FORMS` of them."""
     with _lock:
-        while len(_compiled) >= MOST_FORMS:
-            del _compiled[next(iter(_compiled))]
-        return _compiled.setdefault(key, form)
+        while len(known) >= MOST_FORMS:
+            del known[next(iter(known))]
+        return known.setdefault(form, value)
 
 
 def _form(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, trees: bool) -> Compiled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -164,11 +165,10 @@ def possible_tile(tile: Tile, spec: AttentionSpec, *, aligned: bool, looks_up: b
 
 def kernel_configs(spec: AttentionSpec, device: Device) -> tuple[TritonConfig]:
     """The configuration for a spec and a device: the widest tiles that fit, and narrow ones if those are not."""
+    candidates: tuple[Sequence[Shape], Sequence[Shape]] = WIDE_FLOATS, NARROW_FLOATS
     if is_sixteen_bits(spec):
-        wide, narrow = WIDE, NARROW_LATENT if spec.latent else NARROW
-    else:
-        wide, narrow = WIDE_FLOATS, NARROW_FLOATS
-    shapes = [next((shape for shape in some if fits(shape.tile, spec, device)), some[-1]) for some in (wide, narrow)]
+        candidates = WIDE, NARROW_LATENT if spec.latent else NARROW
+    shapes = [next((shape for shape in some if fits(shape.tile, spec, device)), some[-1]) for some in candidates]
     if shapes[0].tile.rows <= shapes[1].tile.rows:
         shapes = shapes[:1]
     tiles = tuple(shape.tile for shape in shapes)

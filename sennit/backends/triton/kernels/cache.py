@@ -38,8 +38,8 @@ def append_kernel(
     page_table,  # int32 [entries]
     kv_lens,  # int32 [requests], or None
     slots,  # int64 [rows], or None
-    num_rows,
     k, v, k_pages, v_pages,  # v and v_pages may be None
+    num_rows,
     k_row, k_head,  # strides, in elements
     v_row, v_head,
     k_page, k_slot, k_page_head,
