@@ -24,6 +24,7 @@ from sennit.pools import KVPages
 
 __all__ = ["CacheParts", "Step", "StepOptions"]
 
+
 @dataclass(frozen=True)
 class CacheParts:
     """What a step uses of its cache; tuples have one entry a layer, in the order of ``layers``."""

@@ -12,6 +12,7 @@ from sennit.backends.triton.kernels.plan import load_item, load_segment, packed_
 from sennit.backends.triton.kernels.softmax import (
     empty_state,
     empty_sums,
+    empty_totals,
     lse_and_factor,
     sum_weights,
     weigh,
@@ -203,7 +204,9 @@ def attend_head(
     queries = load_queries(q[0] + row * q[1] + heads.to(tl.int64) * q[2], variant)
     k_head = k[0] + wide_head * k[3]
     v_head = v[0] + wide_head * v[3]
-    largest, total = empty_state(num_queries, num_keys, keys_first)
+    largest, total = empty_state(num_queries)
+    if keys_first or variant.floats:
+        total = empty_totals(num_queries, num_keys, keys_first)
     sums, sums_tail = empty_sums(num_queries, variant, keys_first)
     lanes = tl.arange(0, num_keys)
 

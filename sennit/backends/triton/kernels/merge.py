@@ -31,7 +31,7 @@ def merge_rows(
     """Rows ``first : first + rows`` of a merge, ``parts`` parts at a time and these in their order."""
     index, row_start, num_rows, kv_head, first_row, num_parts, stride, _ = merge
     lanes = first + tl.arange(0, rows)
-    largest, total = empty_state(rows, 1, False)
+    largest, total = empty_state(rows)
     sums, sums_tail = empty_sums(rows, variant, False)
     for part in range(0, num_parts, parts):
         numbers = part + tl.arange(0, parts)

@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-__all__ = ["empty_state", "empty_sums", "lse_and_factor", "of_keys", "of_rows", "sum_weights", "weigh", "weigh_bare"]
+__all__ = [
+    "empty_state",
+    "empty_sums",
+    "empty_totals",
+    "lse_and_factor",
+    "of_keys",
+    "of_rows",
+    "sum_weights",
+    "weigh",
+    "weigh_bare",
+]
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -21,14 +31,19 @@ def of_keys(values, keys_first: tl.constexpr):
 
 
 @triton.jit
-def empty_state(rows: tl.constexpr, keys: tl.constexpr, keys_first: tl.constexpr):
-    """``(largest, total)`` of rows that have seen no key: the largest logit times log2(e), and the sum of weights.
+def empty_state(rows: tl.constexpr):
+    """``(largest, total)`` of rows that have seen no key: the largest logit times log2(e), and the sum of weights."""
+    return tl.full([rows], float("-inf"), tl.float32), tl.zeros([rows], tl.float32)
 
-    Where keys come first, they lie in the lanes of all warps, and are summed in the end: the total is a tile till then.
+
+@triton.jit
+def empty_totals(rows: tl.constexpr, keys: tl.constexpr, keys_first: tl.constexpr):
+    """Sums of weights that are sums of rows in the end alone: a tile of one a key of a step.
+
+    So that warps which share a row's keys need not add them up in each step; and of thousands of keys such sums are
+    more exact.
     """
-    largest = tl.full([rows], float("-inf"), tl.float32)
-    total = tl.zeros([keys, rows], tl.float32) if keys_first else tl.zeros([rows], tl.float32)
-    return largest, total
+    return tl.zeros([keys, rows], tl.float32) if keys_first else tl.zeros([rows, keys], tl.float32)
 
 
 @triton.jit
@@ -45,14 +60,18 @@ def empty_sums(rows: tl.constexpr, variant: tl.constexpr, columns_first: tl.cons
 
 @triton.jit
 def add_weights(weights, factor, total, keys_first: tl.constexpr):
-    """The total times ``factor``, and weights."""
-    return total * factor[None, :] + weights if keys_first else total * factor + tl.sum(weights, 1)
+    """The total, of either form, times ``factor``, and weights."""
+    if len(total.shape) == 2:
+        total = total * of_rows(factor, keys_first) + weights
+    else:
+        total = total * factor + tl.sum(weights, 1)
+    return total
 
 
 @triton.jit
 def sum_weights(total, keys_first: tl.constexpr):
     """The total of each row."""
-    return tl.sum(total, 0) if keys_first else total
+    return tl.sum(total, 0 if keys_first else 1) if len(total.shape) == 2 else total
 
 
 @triton.jit
