@@ -173,11 +173,12 @@ def kernel_configs(spec: AttentionSpec, device: Device) -> tuple[TritonConfig]:
         shapes = shapes[:1]
     tiles = tuple(shape.tile for shape in shapes)
     overlapping = device.hopper and not device.interpreted
+    num_workers = max(tile.residency for tile in tiles) * device.multiprocessors
     return (
         TritonConfig(
-            "+".join(tile.name for tile in tiles) + f"-{device.multiprocessors}",
+            "+".join(tile.name for tile in tiles) + f"-{num_workers}",
             tuple(_strand(shape, spec, device, narrow=shape is not shapes[0]) for shape in shapes),
-            max(tile.residency for tile in tiles) * device.multiprocessors,
+            num_workers,
             "apart" if overlapping else "turns",
             tiles,
         ),

@@ -78,14 +78,13 @@ class Tile:
 
     @property
     def name(self) -> str:
-        """All of it in few letters.
+        """What it multiplies at once, and in how many stages.
 
-        >>> Tile(128, 64, 3, bare_loop=True, num_warps=8).name, Tile(16, 64, 3, keys_first=True, residency=2).name
-        ('128x64b-s3w8', '64x16-s3w4x2')
+        >>> Tile(128, 64, 3).name, Tile(16, 64, 3, keys_first=True).name
+        ('128x64s3', '64x16s3')
         """
         shape = f"{self.keys}x{self.rows}" if self.keys_first else f"{self.rows}x{self.keys}"
-        bare, shared = "b" * self.bare_loop, f"x{self.residency}" * (self.residency > 1)
-        return f"{shape}{bare}-s{self.stages}w{self.num_warps}{shared}"
+        return f"{shape}s{self.stages}"
 
 
 @dataclass(frozen=True)
