@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from functools import cache
 from pathlib import Path
 
 from sennit.errors import InvalidInput
@@ -36,6 +37,12 @@ def cache_dir() -> Path:
         except RuntimeError as error:
             hint = "write the whole path"
             raise InvalidInput("SENNIT_CACHE_DIR", expected="a folder", got=repr(override), hint=hint) from error
+    return _user_cache(*map(os.environ.get, ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA")))
+
+
+@cache  # which is asked for in every plan
+def _user_cache(*variables: str | None) -> Path:
+    """Where the user's caches are, by the variables that decide it."""
     from platformdirs import user_cache_path
 
     return user_cache_path("sennit", appauthor=False)

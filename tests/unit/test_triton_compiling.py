@@ -76,8 +76,10 @@ def test_sizes_of_captured_tensors_compile_nothing_anew_and_other_functions_do()
         return [kernel.key for outcome in outcomes for kernel in outcome.kernels if kernel.name == "attend_kernel"]
 
     same = {f"{sizes}": layer(variants.document, *sizes) for sizes in ((3, 4096), (1, 1), (16, 77), (2, 2**16))}
-    assert len(attend(same)) == 1
-    assert len(attend({"document": layer(variants.document, 3, 50), "adjacent": layer(adjacent, 3, 50)})) == 2
+    one = len(attend({"document": same["(1, 1)"]}))
+    assert one > 0
+    assert len(attend(same)) == one
+    assert len(attend({"document": layer(variants.document, 3, 50), "adjacent": layer(adjacent, 3, 50)})) == 2 * one
 
 
 def test_what_cannot_be_compiled_for_is_refused(monkeypatch):

@@ -77,8 +77,8 @@ WIDE = (
 NARROW = (
     Shape(Tile(16, 64, 3, keys_first=True, residency=2), flops=320e6, item_time=5.0),
     Shape(Tile(16, 64, 2, keys_first=True, residency=2), flops=320e6, item_time=5.0),
-    Shape(Tile(16, 64, 3, keys_first=True), flops=160e6, item_time=5.0),
-    Shape(Tile(16, 64, 2, keys_first=True), flops=160e6, item_time=5.0),
+    Shape(Tile(16, 64, 3, keys_first=True), flops=320e6, item_time=5.0),
+    Shape(Tile(16, 64, 2, keys_first=True), flops=320e6, item_time=5.0),
     Shape(Tile(16, 32, 2), flops=100e6, item_time=8.0),
     Shape(Tile(16, 16, 1), flops=30e6, item_time=8.0),
 )
@@ -171,7 +171,8 @@ def kernel_configs(spec: AttentionSpec, device: Device) -> tuple[TritonConfig]:
     shapes = [next((shape for shape in some if fits(shape.tile, spec, device)), some[-1]) for some in candidates]
     if shapes[0].tile.rows <= shapes[1].tile.rows:
         shapes = shapes[:1]
-    tiles = tuple(shape.tile for shape in shapes)
+    # Elsewhere than on Hopper products read keys and values from registers, of which keys as rows take too many.
+    tiles = tuple(replace(shape.tile, keys_first=shape.tile.keys_first and device.hopper) for shape in shapes)
     overlapping = device.hopper and not device.interpreted
     num_workers = max(tile.residency for tile in tiles) * device.multiprocessors
     return (
