@@ -452,7 +452,7 @@ class BatchAttention:
 
     def _check_captures(self, given: object) -> list[torch.Tensor]:
         """The captured tensors in the order of the spec's names."""
-        if given == {} and not self.spec.captures:
+        if isinstance(given, dict) and not given and not self.spec.captures:
             return []
         if not isinstance(given, Mapping):
             raise InvalidInput("captures", expected="a dictionary of tensors", got=type(given).__name__)

@@ -102,7 +102,7 @@ class Batch:
         q_starts, q_lens = _rows("qo_indptr", qo_indptr, "qo_starts", qo_starts)
         table_starts, widths = _extents("kv_indptr", kv_indptr)
         _check_count("kv_indptr", len(widths), len(q_lens), "num_requests + 1 entries, as qo_indptr has")
-        entries = _page_ids("kv_indices", kv_indices, ndim=1)
+        entries = _in_a_row(_page_ids("kv_indices", kv_indices, ndim=1))
         if len(widths) and table_starts[-1] + widths[-1] > entries.shape[0]:
             raise InvalidInput(
                 "kv_indices",
@@ -148,7 +148,7 @@ class Batch:
             stride = table.stride(0)
             flat: IntArray | torch.Tensor = table.as_strided(((rows - 1) * stride + width,), (1,))
         else:
-            flat = table.reshape(-1)
+            flat = _in_a_row(table.reshape(-1))
         starts = np.arange(rows, dtype=np.int64) * stride
         pages = PageTable(flat, starts, np.full(rows, width, np.int64))
         return cls._paged(q_starts, q_lens, "seq_lens", seq_lens, pages, kv_lens_device, slot_mapping)
@@ -326,6 +326,11 @@ def _page_ids(name: str, value: Any, *, ndim: int) -> IntArray | torch.Tensor:
     return tensor.to(torch.int32)
 
 
+def _in_a_row(entries: IntArray | torch.Tensor) -> IntArray | torch.Tensor:
+    """Entries of a page table without gaps, as kernels read them on a device."""
+    return entries.contiguous() if isinstance(entries, torch.Tensor) else entries
+
+
 def _dense(name: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise InvalidInput(name, expected="a tensor", got=type(value).__name__)
@@ -356,6 +361,9 @@ def _check_slots(slots: Any, rows: int) -> IntArray | torch.Tensor:
             raise InvalidInput(
                 "slot_mapping", expected=f"int64 [rows >= {rows}]", got=f"{tensor.dtype} {tuple(tensor.shape)}"
             )
+        if not tensor.is_contiguous():  # a copy would not be where a captured graph reads
+            got = f"strides {tensor.stride()}"
+            raise InvalidInput("slot_mapping", expected="slots without gaps", got=got, hint="call .contiguous()")
         return tensor
     array = host_integers("slot_mapping", slots).astype(np.int64, copy=False)
     if len(array) < rows:

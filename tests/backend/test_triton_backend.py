@@ -24,6 +24,7 @@ TREES = [[-1, 0, 0, 1, 1], None, [-1, 0, 1], [-1, -1, 0, 1, 2, 3]]
 LATENT = sennit.AttentionSpec.mla(num_qo_heads=16, kv_lora_rank=64, qk_rope_head_dim=16, dtype=torch.float16)
 SPECS = {
     "bfloat16": gqa(3, 40, 8, dtype=torch.bfloat16),
+    "bfloat16-aligned": gqa(3, 32, dtype=torch.bfloat16),
     "float16": gqa(1, 80, dtype=torch.float16),
     "float32": gqa(4, 33, 7),
     "float32-of-bfloat16": gqa(2, 24).replace(kv_dtype=torch.bfloat16),
@@ -108,13 +109,21 @@ def fresh_configs(spec, device):
     return costs.kernel_configs(spec, costs.device_of(device))
 
 
-@pytest.mark.parametrize("storage", ["page-16-gaps", "odd strides"])
-@pytest.mark.parametrize("dims", [(33, 7), (40, 64), (64, 8), (128, 16), (96, 80)], ids=str)
+@pytest.mark.parametrize("storage", ["page-16", "odd strides", "even strides"])
+@pytest.mark.parametrize("dims", [(33, 7), (40, 64), (64, 8), (64, 33), (33, 64), (128, 16), (96, 80)], ids=str)
 def test_dims_and_strides_that_tensor_cores_do_not_like_are_right(dims, storage):
-    options = STORAGES["page-3-strided-HND"] if storage == "odd strides" else STORAGES[storage]
-    problem = problem_of(gqa(4, *dims, dtype=torch.float16), *MIXED, **options)
-    assert_right(problem, "triton")
-    assert_right(problem_of(gqa(4, *dims, dtype=torch.float16), *MIXED, masked=True, **options), "triton")
+    options = STORAGES["page-3-strided-HND"] if storage == "odd strides" else {"page_size": 16}
+    for masked in (False, True):
+        problem = problem_of(gqa(4, *dims, dtype=torch.float16), *MIXED, masked=masked, **options)
+        if storage == "even strides":  # rows begin at multiples of 256 bytes, whatever their columns
+            problem = replace(problem, kv=tuple(part_of_wider_rows(part) for part in problem.kv))
+        assert_right(problem, "triton")
+
+
+def part_of_wider_rows(pool):
+    wide = torch.full((*pool.shape[:-1], 128), torch.nan, dtype=pool.dtype, device=pool.device)
+    wide[..., : pool.shape[-1]] = pool
+    return wide[..., : pool.shape[-1]]
 
 
 def test_appended_keys_and_values_are_found():

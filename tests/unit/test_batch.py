@@ -85,3 +85,19 @@ def test_nor_do_they_where_the_table_is_on_a_device(monkeypatch):
     table = torch.zeros(3, 0, dtype=torch.int32)  # a view of its rows end to end would reach past its memory
     batch = Batch.padded(query_start_loc=[0, 1, 3, 4], seq_lens=[0, 0, 0], block_table=table)
     assert str(batch) == "1@0 + 2@0 + 1@0"
+
+
+def test_page_tables_of_a_device_are_read_without_their_gaps(monkeypatch):
+    monkeypatch.setattr("sennit.plan.batch.on_device", lambda value: isinstance(value, torch.Tensor))
+    table = torch.arange(16, dtype=torch.int32).view(2, 8)
+    csr = Batch.csr(qo_indptr=[0, 1], kv_lens=[1], kv_indptr=[0, 4], kv_indices=table.view(-1)[::2])
+    padded = Batch.padded(query_start_loc=[0, 1, 2], seq_lens=[9, 9], block_table=table[:, ::2])
+    sliced = Batch.padded(query_start_loc=[0, 1, 2], seq_lens=[9, 9], block_table=table[:, :4])
+    for batch in (csr, padded, sliced):
+        assert batch.pages.entries.is_contiguous()
+    assert csr.pages.entries[:4].tolist() == [0, 2, 4, 6]
+    assert padded.pages.entries.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert [sliced.pages.entries[start : start + 4].tolist() for start in sliced.pages.starts] == [
+        [0, 1, 2, 3], [8, 9, 10, 11]
+    ]  # fmt: skip
+    assert sliced.pages.entries.data_ptr() == table.data_ptr()  # an engine may rewrite it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from math import prod
@@ -284,17 +284,19 @@ def _variant(launch: Attend, config: TritonConfig, strand: int, *, trees: bool) 
     )
     aligned = all(number % ALIGNED == 0 for number in (*strides, *addresses))
     looks_up = trees or launch.packed_mask is not None
+    tile = possible_tile(config.tiles[strand], spec, aligned=aligned, looks_up=looks_up)
+    # Triton's interpreter cannot multiply matrices of bfloat16.
+    floats = not is_sixteen_bits(spec) or (env.triton_interpreted() and spec.dtype == torch.bfloat16)
     return Variant(
         strand=strand,
-        tile=possible_tile(config.tiles[strand], spec, aligned=aligned, looks_up=looks_up),
+        tile=replace(tile, keys_first=tile.keys_first and not floats),
         item_rows=config.tiles[strand].rows,
         overlaps=config.combine == "apart",
         group_size=spec.group_size,
         dim_qk=spec.head_dim_qk,
         dim_vo=spec.head_dim_vo,
         latent=spec.latent,
-        # Triton's interpreter cannot multiply matrices of bfloat16.
-        floats=not is_sixteen_bits(spec) or (env.triton_interpreted() and spec.dtype == torch.bfloat16),
+        floats=floats,
         page_size=launch.page_size,
         same_strides=launch.k.stride() == launch.v.stride(),
         window_left=spec.window_left,

@@ -147,13 +147,14 @@ def possible_tile(tile: Tile, spec: AttentionSpec, *, aligned: bool, looks_up: b
     Args:
         tile: the tile of a strand.
         spec: the layer.
-        aligned: rows begin where Triton knows them to be aligned; it copies no others ahead.
+        aligned: rows begin where Triton knows them to be aligned; it copies no others ahead, and no odd columns.
         looks_up: steps with masks look up a value for every row and key, which leaves no room for copies.
 
-    >>> spec = AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim=128)
+    >>> spec = AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim=128, dtype=torch.bfloat16)
     >>> [possible_tile(WIDE[0].tile, spec, aligned=aligned, looks_up=True).rows for aligned in (True, False)]
     [128, 32]
     """
+    aligned = aligned and spec.head_dim_qk % 2 == 0 and spec.head_dim_vo % 2 == 0
     ahead = aligned and not spec.captures
     if ahead and not looks_up:
         return tile

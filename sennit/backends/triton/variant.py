@@ -151,4 +151,4 @@ class Variant:
     @property
     def merged_parts(self) -> int:
         """Parts of them whose values fit registers together."""
-        return MERGED_VALUES // (self.merged_rows * self.vo.main)
+        return max(MERGED_VALUES // (self.merged_rows * self.vo.main), 1)
