@@ -86,6 +86,7 @@ class BatchAttention:
         self.device = resolve_device(device)
         self._tried = registry.candidates(backend, self.device)
         registry.choose(self._tried, spec, frozenset(), self.device)
+        self._captures = spec.captures  # before Python 3.12, Dynamo cannot trace the first look at a cached property
         self._owner = f"{spec.key}/page{page_size}-{kv_layout}/{self.device}"
 
     @property
@@ -452,11 +453,11 @@ class BatchAttention:
 
     def _check_captures(self, given: object) -> list[torch.Tensor]:
         """The captured tensors in the order of the spec's names."""
-        if isinstance(given, dict) and not given and not self.spec.captures:
+        if isinstance(given, dict) and not given and not self._captures:
             return []
         if not isinstance(given, Mapping):
             raise InvalidInput("captures", expected="a dictionary of tensors", got=type(given).__name__)
-        wanted = {capture.name: capture for capture in self.spec.captures}
+        wanted = {capture.name: capture for capture in self._captures}
         if given.keys() != wanted.keys():
             raise InvalidInput(
                 "captures",

@@ -145,8 +145,8 @@ def _append(
     _check_written("kv_pages: k", k_pages, {"k": k, "v": v})
     if v_pages is not None:
         _check_written("kv_pages: v", v_pages, {"k": k, "v": v})
-        if k_pages.numel() and k_pages.data_ptr() == v_pages.data_ptr():
-            raise InvalidInput("kv_pages: v", expected="memory of its own", got="the memory of the keys")
+        if _overlap(k_pages, v_pages) and _share_elements(k_pages, v_pages):
+            raise InvalidInput("kv_pages: v", expected="memory of its own", got="memory of the keys")
     registry.load(operator.backend).append(
         Append(
             spec=operator.spec,
@@ -198,7 +198,8 @@ def _check_written(name: str, tensor: torch.Tensor, read: dict[str, torch.Tensor
         )  # fmt: skip
     for other, source in read.items():
         if source is not None and _overlap(tensor, source):
-            raise InvalidInput(name, expected=f"memory that {other} does not have", got=f"memory of {other}")
+            got = f"memory between the first and the last element of {other}"
+            raise InvalidInput(name, expected=f"memory apart from {other}", got=got)
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -224,6 +225,22 @@ def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
         return start, start
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.itemsize
+
+
+def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors, in each of which every element has memory of its own, may have an element in common.
+
+    Those that lie between each other's elements are told apart where their strides are equal.
+    """
+    distance, rest = divmod(b.data_ptr() - a.data_ptr(), a.itemsize)
+    if rest or a.stride() != b.stride():
+        return True
+    # Which sums of steps along the dimensions, the longest steps first, bring the distance to zero?
+    left = {distance}
+    for stride, length, other in sorted(zip(a.stride(), a.shape, b.shape, strict=True), reverse=True):
+        steps = {(part, part // stride + more) for part in left for more in (0, 1)}
+        left = {part - count * stride for part, count in steps if -other < count < length}
+    return 0 in left
 
 
 def _read(plan_host: torch.Tensor, stamp: torch.Tensor) -> PlanArrays:

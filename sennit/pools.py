@@ -30,7 +30,7 @@ class KVPages(NamedTuple):
     v: torch.Tensor
 
     def check_writable(self) -> None:
-        """Raise :class:`InvalidInput` where elements share memory."""
+        """Raise :class:`InvalidInput` where elements of one of the tensors share memory."""
         for name, tensor in zip(("kv_pages: k", "kv_pages: v"), self.given, strict=False):
             check_distinct(name, tensor)
 

@@ -23,9 +23,6 @@ def kernels(
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Compile only for layers with matching names, such as 'bf16 128*'.")
     ] = "*",
-    preferred: Annotated[
-        bool, typer.Option("--preferred", help="Compile only the configuration that the backend prefers.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compile the Triton backend's kernels, with no GPU, and print their registers, spills and shared memory.
@@ -45,7 +42,7 @@ def kernels(
         raise InvalidInput("--only", expected="a pattern that some layer's name matches", got=repr(only))
     names = [name.strip() for name in architecture.split(",")]
     with working("compiling", shown=not as_json):
-        outcomes = compile_layers(chosen, names, preferred_only=preferred)
+        outcomes = compile_layers(chosen, names)
     limits = {name: ARCHITECTURES[name].shared_memory for name in names}
     if as_json:
         print_json({"shared_memory": limits, "outcomes": [asdict(outcome) for outcome in outcomes]})

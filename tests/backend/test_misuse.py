@@ -89,14 +89,35 @@ def test_memory_that_elements_or_arguments_share_is_not_written():
     refused(lambda: attn.append(plan, rows, rows, (k, k)), "kv_pages: v", "memory of its own", "keys")
     expanded = torch.zeros(1, 4, 2, 8).expand(len(k), 4, 2, 8)
     refused(lambda: attn.append(plan, rows, rows, (k, expanded)), "kv_pages: v", "strides (0, ")
-    refused(lambda: attn.append(plan, k[0], rows, (k, v)), "kv_pages: k", "memory of k")
+    refused(lambda: attn.append(plan, k[0], rows, (k, v)), "kv_pages: k", "memory apart from k")
     refused(
         lambda: attn.run(plan, problem.q, problem.kv, sm_scale=1.0, out=torch.zeros(1, 4, 8).expand(4, 4, 8)),
         "out", "strides (0, ",
     )  # fmt: skip
     both = torch.zeros(5, 4, 8)
-    refused(lambda: attn.run(plan, both[:4], problem.kv, sm_scale=1.0, out=both[1:]), "out", "memory of q")
-    refused(lambda: attn.run(plan, both[:4], problem.kv, sm_scale=1.0, out=both[:4]), "out", "memory of q")
+    refused(lambda: attn.run(plan, both[:4], problem.kv, sm_scale=1.0, out=both[1:]), "out", "memory apart from q")
+    refused(lambda: attn.run(plan, both[:4], problem.kv, sm_scale=1.0, out=both[:4]), "out", "memory apart from q")
+
+
+@pytest.mark.parametrize("shared", ["shifted by a page", "shifted by a slot", "columns in common", "other strides"])
+def test_keys_and_values_that_share_some_elements_are_not_written(shared):
+    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu")
+    buffer = torch.zeros(8, 4, 2, 16)
+    pools = {
+        "shifted by a page": (buffer[:5, ..., :8], buffer[1:6, ..., :8]),
+        "shifted by a slot": (
+            buffer.view(-1)[: 5 * 64].view(5, 4, 2, 8),
+            buffer.view(-1)[16:][: 5 * 64].view(5, 4, 2, 8),
+        ),
+        "columns in common": (buffer[..., :8], buffer[..., 4:12]),
+        "other strides": (buffer[:, :, :, :8], buffer.view(16, 4, 2, 8)[::2]),
+    }[shared]
+    plan = attn.plan(sennit.Batch.parse("1@9", page_size=4))
+    before = buffer.clone()
+    refused(
+        lambda: attn.append(plan, torch.ones(1, 2, 8), torch.ones(1, 2, 8), pools), "kv_pages: v", "memory of the keys"
+    )
+    assert torch.equal(buffer, before)
 
 
 def test_interleaved_views_given_as_a_pair_are_not_taken_for_shared_memory():
@@ -201,9 +222,9 @@ def test_results_are_not_written_over_what_is_read_or_over_each_other():
     def run(**options):
         return attn.run(plan, q, pools, sm_scale=1.0, **{"sinks": torch.zeros(4), **options})
 
-    refused(lambda: run(out=memory[:256].view(8, 4, 8)), "out", "memory of k")
-    refused(lambda: run(out=memory[512:768].view(8, 4, 8), sinks=memory[600:604]), "out", "memory of sinks")
-    refused(lambda: run(out=memory[512:768].view(8, 4, 8), lse=memory[512:544].view(8, 4)), "lse", "memory of out")
+    refused(lambda: run(out=memory[:256].view(8, 4, 8)), "out", "memory apart from k")
+    refused(lambda: run(out=memory[512:768].view(8, 4, 8), sinks=memory[600:604]), "out", "memory apart from sinks")
+    refused(lambda: run(out=memory[512:768].view(8, 4, 8), lse=memory[512:544].view(8, 4)), "lse", "memory apart from out")
     refused(lambda: run(out=memory.as_strided((8, 4, 8), (16, 8, 1), 512)), "out", "of its own for every element")
     run(out=memory[512:768].view(8, 4, 8), lse=memory[768:800].view(8, 4))
     run(out=memory.as_strided((8, 4, 8), (1, 64, 8), 512))  # transposed, but every element has its place
@@ -220,8 +241,8 @@ def test_a_capture_may_be_called_like_an_argument_and_both_are_kept_from_being_o
     def run(k, out):
         return attn.run(plan, torch.randn(8, 4, 8), pools, sm_scale=1.0, captures={"k": k}, out=out.view(8, 4, 8))
 
-    refused(lambda: run(torch.zeros(4), memory[:256]), "out", "memory of k")
-    refused(lambda: run(memory[300:304], memory[256:512]), "out", "memory of captures['k']")
+    refused(lambda: run(torch.zeros(4), memory[:256]), "out", "memory apart from k")
+    refused(lambda: run(memory[300:304], memory[256:512]), "out", "memory apart from captures['k']")
 
 
 def test_nested_tensors_are_refused_by_name():

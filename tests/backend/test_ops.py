@@ -124,3 +124,18 @@ def test_a_compiled_model_equals_eager_over_many_steps_without_recompiling(inter
     # of the backend that plans take.
     assert frames[0] == 1
     assert set(frames[len(batches) - 1 :]) == {1 + len(keys)}
+
+
+def test_a_layer_compiles_whole_before_it_has_ever_run():
+    spec = SPEC.replace(window_left=77)
+    attn = sennit.BatchAttention(spec, page_size=4, device="cpu")
+    plan = attn.plan(sennit.Batch.parse("3@9", page_size=4))
+    kv = torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2, 8)
+    q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+
+    def layer(q, k, v, kv):
+        attn.append(plan, k, v, kv)
+        return attn.run(plan, q, kv, sm_scale=0.5)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v, kv)
+    torch.testing.assert_close(compiled, layer(q, k, v, kv))

@@ -50,14 +50,14 @@ def check(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.slow
-def test_preferred_configurations_compile_for_hopper_and_one_for_ampere():
-    check(compile_layers({name: LAYERS[name] for name in FAST}, ["sm_90"], preferred_only=True))
-    check(compile_layers({"bf16 128": LAYERS["bf16 128"]}, ["sm_80"], preferred_only=True))
+def test_usual_layers_compile_for_hopper_and_one_for_ampere():
+    check(compile_layers({name: LAYERS[name] for name in FAST}, ["sm_90"]))
+    check(compile_layers({"bf16 128": LAYERS["bf16 128"]}, ["sm_80"]))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all_configurations_compile(architecture):
+def test_all_layers_compile(architecture):
     check(compile_layers(LAYERS, [architecture]))
 
 
@@ -71,7 +71,7 @@ def test_sizes_of_captured_tensors_compile_nothing_anew_and_other_functions_do()
         return lambda b, h, q_idx, kv_idx: (document_id[b, q_idx] - document_id[b, kv_idx]).abs() <= 1
 
     def attend(layers):
-        outcomes = compile_layers(layers, ["sm_80"], preferred_only=True)
+        outcomes = compile_layers(layers, ["sm_80"])
         assert not [outcome.error for outcome in outcomes if outcome.error]
         return [kernel.key for outcome in outcomes for kernel in outcome.kernels if kernel.name == "attend_kernel"]
 

@@ -157,17 +157,14 @@ def usual_layers() -> dict[str, Layer]:
     }  # fmt: skip
 
 
-def compile_layers(
-    layers: Mapping[str, Layer], architectures: Iterable[str], *, preferred_only: bool = False
-) -> list[Outcome]:
-    """Compile all kernels of layers in all configurations that the backend offers for them.
+def compile_layers(layers: Mapping[str, Layer], architectures: Iterable[str]) -> list[Outcome]:
+    """Compile all kernels of layers, as the backend configures them.
 
     On all processors that this process may use, in processes of their own: its own Triton is left alone.
 
     Args:
         layers: by name.
         architectures: names among :data:`ARCHITECTURES`.
-        preferred_only: of the configurations, only the first.
 
     Raises:
         InvalidInput: an architecture is not known.
@@ -184,7 +181,7 @@ def compile_layers(
             raise InvalidInput("architecture", expected="one of " + ", ".join(ARCHITECTURES), got=architecture)
         for name, layer in layers.items():
             configs = kernel_configs(layer.spec, ARCHITECTURES[architecture])
-            jobs += [Job(name, layer, architecture, config) for config in configs[: 1 if preferred_only else None]]
+            jobs += [Job(name, layer, architecture, config) for config in configs]
     with tempfile.TemporaryDirectory() as folder, Workers() as workers:
         return _distinct(_shared_out(jobs, workers, Path(folder)))
 
