@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from sennit import ops
 from sennit.backends import registry
@@ -515,11 +516,16 @@ class BatchAttention:
             raise InvalidInput(name, expected="a dense tensor", got=got)
         if tensor.device != self.device:
             raise InvalidInput(name, expected=f"a tensor on {self.device}", got=f"one on {tensor.device}")
-        if tensor.requires_grad:
+        if tensor.requires_grad or (forward_ad._current_level >= 0 and _has_tangent(tensor)):
             raise InvalidInput(
-                name, expected="a tensor without gradients", got="one with requires_grad=True",
+                name, expected="a tensor without gradients",
+                got="one with requires_grad=True" if tensor.requires_grad else "one with a tangent (forward mode)",
                 hint="Sennit is for inference: use torch.inference_mode(), and pass parameters as .detach()",
             )  # fmt: skip
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _positive(name: str, value: object, otherwise: str) -> int | None:

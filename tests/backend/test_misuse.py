@@ -224,7 +224,9 @@ def test_results_are_not_written_over_what_is_read_or_over_each_other():
 
     refused(lambda: run(out=memory[:256].view(8, 4, 8)), "out", "memory apart from k")
     refused(lambda: run(out=memory[512:768].view(8, 4, 8), sinks=memory[600:604]), "out", "memory apart from sinks")
-    refused(lambda: run(out=memory[512:768].view(8, 4, 8), lse=memory[512:544].view(8, 4)), "lse", "memory apart from out")
+    refused(
+        lambda: run(out=memory[512:768].view(8, 4, 8), lse=memory[512:544].view(8, 4)), "lse", "memory apart from out"
+    )
     refused(lambda: run(out=memory.as_strided((8, 4, 8), (16, 8, 1), 512)), "out", "of its own for every element")
     run(out=memory[512:768].view(8, 4, 8), lse=memory[768:800].view(8, 4))
     run(out=memory.as_strided((8, 4, 8), (1, 64, 8), 512))  # transposed, but every element has its place
@@ -301,3 +303,15 @@ def test_buffers_beyond_32_bit_offsets_are_refused():
     attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu")
     with pytest.raises(sennit.CapacityExceeded, match="32 bits"):
         attn.buffers(max_requests=4, max_tokens=4, max_pages=4, max_tree_nodes=2**31 - 1)
+
+
+def test_forward_mode_derivatives_are_refused_rather_than_zero():
+    attn = sennit.BatchAttention(SPEC, page_size=4, device="cpu")
+    problem, _, _ = setup()
+    plan = attn.plan(problem.batch)
+    refused(
+        lambda: torch.func.jvp(
+            lambda q: attn.run(plan, q, problem.kv, sm_scale=1.0), (problem.q,), (torch.ones_like(problem.q),)
+        ),
+        "q", "tangent", "inference",
+    )  # fmt: skip
