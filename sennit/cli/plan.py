@@ -23,6 +23,15 @@ __all__ = ["Combine", "plan"]
 MOST_ROWS = 20  # of the table of segments
 
 
+# How strands share the device, by ``KernelConfig.combine``.
+HOW = {
+    "sum": "one after the other",
+    "max": "side by side",
+    "turns": "in turns",
+    "apart": "at once, on workers of their own",
+}
+
+
 class Combine(str, Enum):
     """How the strands of the example configuration share a worker."""
 
@@ -181,7 +190,7 @@ def _facts(described: dict[str, Any]) -> Table:
     splitting = (
         f"fixed splits of {described['split_size']} keys" if described["split_size"] else "splits where they help"
     )
-    how = "side by side" if described["combine"] == "max" else "one after the other"
+    how = HOW[described["combine"]]
     strands = ", ".join(f"{s['name']} {s['tile_rows']} rows x {s['key_step']} keys" for s in described["strands"])
     items = ", ".join(f"{count} {name}" for name, count in described["items_by_strand"].items())
     backend = described["backend"]

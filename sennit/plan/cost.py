@@ -12,7 +12,16 @@ import numpy.typing as npt
 
 from sennit.plan.segments import Segments, Window
 
-__all__ = ["Combine", "KernelConfig", "Strand", "choose_config", "place", "prefix_sums", "share_workers"]
+__all__ = [
+    "Combine",
+    "KernelConfig",
+    "Strand",
+    "choose_config",
+    "place",
+    "prefix_sums",
+    "share_workers",
+    "strand_haste",
+]
 
 # How strands share a device: a worker runs them one after the other or side by side; or each has workers of its own,
 # which run when those of the other have ended, or at the same time.
@@ -209,13 +218,13 @@ def _place_apart(times: FloatArray, config: KernelConfig) -> tuple[npt.NDArray[n
     alone = np.array([float(first @ (1 - strand)), float(second @ strand)])
     if config.combine == "turns":
         return strand, float(alone.sum())
-    fullest = (alone / _parts(config, alone) / _haste(config, alone)).max()
+    fullest = (alone / _parts(config, alone) / strand_haste(config, alone)).max()
     return strand, max(float(fullest), float(np.where(strand, bus[1], bus[0]).sum()))
 
 
-def _haste(config: KernelConfig, alone: FloatArray) -> FloatArray:
-    """Of each strand: 1 where it is the only one."""
-    return np.where(alone.all(), [strand.haste for strand in config.strands], 1.0)
+def strand_haste(config: KernelConfig, times: FloatArray) -> FloatArray:
+    """Haste of each strand beside the other: 1 where one has no work and takes no time."""
+    return np.where(times.all(), [strand.haste for strand in config.strands], 1.0)
 
 
 def _parts(config: KernelConfig, alone: FloatArray) -> FloatArray:
@@ -226,7 +235,7 @@ def _parts(config: KernelConfig, alone: FloatArray) -> FloatArray:
     if not alone.all():
         return np.ones(len(alone))
     places = int(config.workers.min())
-    hasty = alone / _haste(config, alone)
+    hasty = alone / strand_haste(config, alone)
     first = min(max(round(places * float(hasty[0] / hasty.sum())), 1), places - 1) if places > 1 else 1
     return np.array([first, max(places - first, 1)]) / places
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from sennit.plan.cost import FloatArray, KernelConfig, prefix_sums
+from sennit.plan.cost import FloatArray, KernelConfig, prefix_sums, strand_haste
 from sennit.plan.line import Chunks, Line, balance, make_line
 from sennit.plan.segments import Segments
 
@@ -108,7 +108,7 @@ class Schedule:
             index = np.arange(config.num_workers)
             combined = sum(row[index * count // len(index)] for row, count in zip(loads, config.workers, strict=True))
         elif line.strand_times.any():
-            haste = [strand.haste if line.strand_times.all() else 1.0 for strand in config.strands]
+            haste = strand_haste(config, line.strand_times)
             rows = zip(loads, line.strand_workers, haste, line.strand_times > 0, strict=True)
             combined = np.concatenate([row[:count] / factor for row, count, factor, used in rows if used])
         return combined

@@ -346,7 +346,7 @@ def attend_kernel(
         segment, tree = load_segment(plan, item[0], kv_lens)
         ranges = key_ranges(segment, item, variant)
         for kv_head in range(item[3], item[3] + item[4]):
-            if variant.tile.rows >= variant.item_rows:
+            if variant.tile.rows >= variant.item_rows:  # without the loop, which takes registers
                 attend_head(
                     segment, tree, item, ranges, kv_head, 0, page_table, (q, q_row, q_head),
                     (k, k_page, k_slot, k_head), (v, v_page, v_slot, v_head), (out, out_row, out_head),

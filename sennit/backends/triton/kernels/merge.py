@@ -24,11 +24,10 @@ def load_parts(partials, at, there, first: tl.constexpr, width: tl.constexpr, di
 
 
 @triton.jit
-def merge_rows(
-    merge, first, plan, out, lse, partials, sinks, rows: tl.constexpr, parts: tl.constexpr,
-    variant: tl.constexpr,
-):  # fmt: skip
-    """Rows ``first : first + rows`` of a merge, ``parts`` parts at a time and these in their order."""
+def merge_rows(merge, first, plan, out, lse, partials, sinks, variant: tl.constexpr):
+    """Some rows of a merge from ``first``, some parts at a time and these in their order."""
+    rows: tl.constexpr = variant.merged_rows
+    parts: tl.constexpr = variant.merged_parts
     index, row_start, num_rows, kv_head, first_row, num_parts, stride, _ = merge
     lanes = first + tl.arange(0, rows)
     largest, total = empty_state(rows)
@@ -73,9 +72,7 @@ def merge_if_last(index, plan, out, lse, partials, counters, sinks, variant: tl.
     tl.debug_barrier()  # the whole worker has stored, and the count publishes it
     if tl.atomic_add(counters + index, 1, sem="acq_rel") == merge[5] - 1:
         for first in range(0, merge[2], variant.merged_rows):
-            merge_rows(
-                merge, first, plan, out, lse, partials, sinks, variant.merged_rows, variant.merged_parts, variant
-            )
+            merge_rows(merge, first, plan, out, lse, partials, sinks, variant)
         tl.store(counters + index, 0)
 
 
@@ -103,5 +100,5 @@ def merge_kernel(
             for first in range(tl.program_id(1) * rows, merge[2], tl.num_programs(1) * rows):
                 merge_rows(
                     merge, first, plan, (out, out_row, out_head), (lse, lse_row, lse_head), (partials, partial_lse),
-                    sinks, rows, variant.merged_parts, variant,
+                    sinks, variant,
                 )  # fmt: skip
