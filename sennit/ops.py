@@ -190,21 +190,25 @@ def _operator(key: str) -> Operator:
 
 
 def _check_written(name: str, tensor: torch.Tensor, read: dict[str, torch.Tensor | None]) -> None:
-    """Refuse memory that is read meanwhile, or that PyTorch will not let us write."""
+    """Refuse memory that is read meanwhile, or that PyTorch will not let us write.
+
+    Storages are compared first, which is quick and mostly enough.
+    """
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise InvalidInput(
             name, expected="an ordinary tensor", got="one made in torch.inference_mode()",
             hint="write to it in inference mode too, or make it outside",
         )  # fmt: skip
+    storage = _storage(tensor)
     for other, source in read.items():
-        if source is not None and _overlap(tensor, source):
+        if source is not None and _meet(storage, _storage(source)) and _overlap(tensor, source):
             got = f"memory between the first and the last element of {other}"
             raise InvalidInput(name, expected=f"memory apart from {other}", got=got)
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the stretches of memory from first to last element of two tensors meet."""
-    return _meet(_storage(a), _storage(b)) and _meet(_stretch(a), _stretch(b))  # storages are quick, and mostly enough
+    return _meet(_stretch(a), _stretch(b))
 
 
 def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:

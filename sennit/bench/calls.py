@@ -37,6 +37,7 @@ class Call:
 
     def __init__(self, attention: BatchAttention, problem: Problem, batch: Batch | None = None) -> None:
         self._attention, self._problem = attention, problem
+        self._pages = attention.pages(problem.kv)  # as a cache does: they are checked once
         self.plan: Plan = attention.plan(problem.batch if batch is None else batch)
         page = self.plan.batch.pages.entries[:1] if self.plan.batch.pages is not None else [0]
         self._little = attention.plan(Batch.csr(qo_indptr=[0, 1], kv_lens=[1], kv_indptr=[0, 1], kv_indices=page))
@@ -56,7 +57,7 @@ class Call:
         """Make the call, into the same output every time."""
         problem = self._problem
         self._attention.run(
-            self.plan, problem.q, problem.kv, sm_scale=problem.sm_scale, out=self._out, **problem.run_options
+            self.plan, problem.q, self._pages, sm_scale=problem.sm_scale, out=self._out, **problem.run_options
         )
         return self._out
 
@@ -64,7 +65,7 @@ class Call:
         """Make a call of the same kind over one key."""
         problem = self._problem
         q, options = problem.q[:1], problem.run_options
-        self._attention.run(self._little, q, problem.kv, sm_scale=problem.sm_scale, **options)
+        self._attention.run(self._little, q, self._pages, sm_scale=problem.sm_scale, **options)
 
     def verified(self, truth: Truth) -> Check:
         """Compare a call's output with what is known of its rows.
@@ -89,10 +90,11 @@ class Call:
     def worker_times(self) -> list[float] | None:
         """Microseconds that each worker took in the last call; None where the backend does not tell."""
         tell = _worker_clock(self.plan.backend)
-        return None if tell is None else tell()
+        spec = self._problem.spec
+        return None if tell is None else tell(spec.dtype, spec.kv_dtype)
 
 
-def _worker_clock(backend: str) -> Callable[[], list[float]] | None:
+def _worker_clock(backend: str) -> Callable[[torch.dtype, torch.dtype], list[float]] | None:
     """``last_worker_times`` of a backend's package."""
     package = type(registry.load(backend)).__module__.rpartition(".")[0]
     return getattr(sys.modules.get(package), "last_worker_times", None)

@@ -62,8 +62,10 @@ class CpuBackend:
     def attend(self, launch: Attend) -> None:
         """See :class:`~sennit.backends.base.Backend`."""
         spec, partial_rows = launch.spec, launch.arrays[Header.NUM_PARTIAL_ROWS]
-        partials = torch.empty(partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
-        split = partial_rows * spec.head_dim_vo
+        partial_out = partial_lse = None
+        if partial_rows:
+            partials = torch.empty(partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
+            partial_out, partial_lse = partials.split([partial_rows * spec.head_dim_vo, partial_rows])
         out = _dense_columns(launch.out)  # with what it holds, since rows without a request are left as they are
         _attention(spec.dtype, spec.kv_dtype)(
             parallel_function(),
@@ -78,8 +80,8 @@ class CpuBackend:
             launch.v,
             out,
             launch.lse,
-            partials[:split],
-            partials[split:],
+            partial_out,
+            partial_lse,
             launch.sm_scale,
             spec.logits_soft_cap or 0.0,
             NO_LIMIT if spec.window_left is None else spec.window_left,
@@ -119,13 +121,13 @@ class CpuBackend:
         _copy_pages()(parallel_function(), torch.get_num_threads(), pages, source.long(), target.long())
 
 
-def last_worker_times(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> list[float]:
+def last_worker_times(dtype: torch.dtype, kv_dtype: torch.dtype) -> list[float]:
     """Microseconds that each worker's planned items took in this thread's last launch with these dtypes.
 
     A worker that ends early takes items of others, whose time still counts for those that they were planned for.
     """
     times = torch.empty(torch.get_num_threads(), dtype=torch.int64)
-    function(attention_source(dtype, kv_dtype or dtype), "last_worker_times")(times)
+    function(attention_source(dtype, kv_dtype), "last_worker_times")(times)
     return (times / 1000).tolist()
 
 

@@ -112,19 +112,21 @@ struct Sums {
     }
   }
 
-  // Read a chunk, and prefetch the next one line by line. Where its rows are shorter, so much is prefetched in vain.
-  void read(const Chunk& chunk, int rows, const Chunk& next) {
+  // Read a chunk, and prefetch another one line by line, into the first or second level of caches. Where its rows are
+  // shorter, so much is prefetched in vain.
+  template <int level>
+  void read(const Chunk& chunk, int rows, const Chunk& other) {
     for (int row = 0; row < rows; ++row) {
       const char* at = chunk.data + row * chunk.stride;
-      const char* ahead = next.data + row * next.stride;
+      const char* ahead = other.data + row * other.stride;
       int line = 0;
       for (; line + kChains <= chunk.lines; line += kChains)
         for (int chain = 0; chain < kChains; ++chain) {
-          __builtin_prefetch(ahead + (line + chain) * kLine);
+          __builtin_prefetch(ahead + (line + chain) * kLine, 0, 4 - level);
           add(at + (line + chain) * kLine, dots[chain]);
         }
       for (; line < chunk.lines; ++line) {
-        __builtin_prefetch(ahead + line * kLine);
+        __builtin_prefetch(ahead + line * kLine, 0, 4 - level);
         add(at + line * kLine, dots[0]);
       }
     }
@@ -153,7 +155,9 @@ struct Pool {
   Chunk at(int32_t id, int64_t which) const { return {data + id * page + which * head, row, lines}; }
 };
 
-// The pages of a batch in their order, each thread its part of them; `v` is absent where values lie in the keys.
+// The pages of a batch in their order, each thread its part of them; `v` is absent where values lie in the keys. The
+// next chunk is fetched into the first level of caches, or the one after it into the second.
+template <int level>
 double read_pages(TensorView k, Optional<TensorView> v, TensorView pages, int64_t threads) {
   std::vector<Pool> pools{Pool(k)};
   if (v.has_value()) pools.emplace_back(v.value());
@@ -162,16 +166,14 @@ double read_pages(TensorView k, Optional<TensorView> v, TensorView pages, int64_
   const int64_t parts = k.size(2) * int64_t(pools.size()), count = pages.numel();
   return run(int(threads), [&](int thread) {
     const int64_t begin = share(count, thread, int(threads)), end = share(count, thread + 1, int(threads));
-    const auto chunk = [&](int64_t page, int64_t part) {
+    const auto chunk = [&](int64_t number) {
+      const int64_t page = begin + number / parts, part = number % parts;
       return pools[part % pools.size()].at(ids[page], part / int64_t(pools.size()));
     };
+    const int64_t chunks = (end - begin) * parts;
     Sums sums;
-    for (int64_t page = begin; page < end; ++page)
-      for (int64_t part = 0; part < parts; ++part) {
-        const bool last = part + 1 == parts;
-        const int64_t following = last ? std::min(page + 1, end - 1) : page;
-        sums.read(chunk(page, part), rows, chunk(following, last ? 0 : part + 1));
-      }
+    for (int64_t number = 0; number < chunks; ++number)
+      sums.read<level>(chunk(number), rows, chunk(std::min(number + level, chunks - 1)));
     sums.keep();
   });
 }
@@ -179,4 +181,5 @@ double read_pages(TensorView k, Optional<TensorView> v, TensorView pages, int64_
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(read_tensor, read_tensor);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(read_pages, read_pages);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(read_pages_into_first_level, read_pages<1>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(read_pages_into_second_level, read_pages<2>);

@@ -107,6 +107,11 @@ static SENNIT_INLINE void from_floats(f32x from, f16* to) {
 #endif
 }
 
+// Pairs of bf16 of two vectors of floats, rounded to nearest (ties away from zero); a is below b.
+static SENNIT_INLINE u32x bf16_pairs(f32x a, f32x b) {
+  return ((u32x)a + 0x8000u) >> 16 | (((u32x)b + 0x8000u) & 0xffff0000u);
+}
+
 // `count` floats, times a factor, as elements.
 template <class T>
 static SENNIT_INLINE void scale_row(const float* from, float factor, T* to, int count) {

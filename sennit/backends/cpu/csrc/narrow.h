@@ -1,57 +1,35 @@
 // The narrow strand: tiles of few query rows, bound by reading keys and values, each byte of which is read once.
 //
 // Lanes run along the dimension: a line of a key meets all query rows while it is in registers. A pipeline keeps loads
-// and arithmetic apart: scores of the next step, then softmax and outputs of this one, each fetching what comes after
-// it.
+// and arithmetic apart: scores of the next step, then softmax and outputs of this one, while values and keys of the
+// steps behind them come into the second-level cache. Of the first level too few lines can be on their way at once.
 #pragma once
 
+#include "lines.h"
 #include "output.h"
 #include "scratch.h"
 
 namespace sennit {
 
-// A line: the elements of one vector register as floats, in the order that needs no shuffles.
-template <class T>
-struct Line {
-  static constexpr int kVectors = 4 / sizeof(T), kSize = W * kVectors;
-
-  // Place in the line of lane `lane` of vector `vector`.
-  static constexpr int place(int vector, int lane) {
-    return std::is_same_v<T, bf16> ? 2 * lane + vector : vector * W + lane;
-  }
-  static SENNIT_INLINE void read(const T* from, f32x* to) {
-    if constexpr (std::is_same_v<T, bf16>) {
-      const u32x raw = load_as<u32x>(from);
-      to[0] = (f32x)(raw << 16);
-      to[1] = (f32x)(raw & 0xffff0000u);
-    } else {
-      unroll<kVectors>([&](auto i) SENNIT_LAMBDA { to[i] = to_floats(from + i * W); });
-    }
-  }
-  static SENNIT_INLINE void read(const T* from, int count, f32x* to) {
-    alignas(kVectorBytes) T copy[kSize] = {};
-    std::memcpy(copy, from, count * sizeof(T));
-    read(copy, to);
-  }
-};
-
 template <class Q, class T, int R>
 class Narrow {
   static_assert(R <= W && W % R == 0);
-  using L = Line<T>;
+  using L = typename LinesOf<Q, T>::Type;
+  using Lanes = typename L::Lanes;
   static constexpr float kGrowth = 8;             // weights up to 2 ** kGrowth lose nothing in floating point
   static constexpr int kKeys = 16;                // of a step
   static constexpr int kGroup = W / R;            // keys whose scores share a vector
   static constexpr int kGroups = kKeys / kGroup;  // vectors of scores of a step
-  static constexpr int kRing = 4;                 // blocks of keys that are known ahead
+  static constexpr int kRing = 4;                 // steps, and blocks of keys, that are known at a time
   static constexpr int kSums = W >= 16 ? 16 : 8;  // accumulators that fit beside operands
   static constexpr int kRowsAtOnce = R * L::kVectors <= kSums ? R : kSums / L::kVectors;
   static constexpr int kLinesAtOnce = kSums / (kRowsAtOnce * L::kVectors);
-  static_assert(kGroups >= 1);
+  static constexpr int kQueryLanes = L::kKeyVectors * W;  // of a line and row
+  static_assert(kGroups >= 1 && kKeys % L::kAtOnce == 0);
 
   struct Head {
     f32x base, total;  // of lane key * R + row: weights are 2 ** (logit * log2(e) - base), and add up to total
-    float* queries;    // [lines_qk][R][kVectors][W]
+    float* queries;    // [lines_qk][R][kKeyVectors][W], as lines of keys meet them
     float* outputs;    // [lines_vo][R][kVectors][W]
     LaneRows<W> rows;
   };
@@ -94,7 +72,7 @@ class Narrow {
 
   size_t zero_count() const { return std::max(launch_.dim_qk, launch_.dim_vo); }
 
-  size_t queries_count() const { return size_t(lines_qk_) * R * L::kSize; }
+  size_t queries_count() const { return size_t(lines_qk_) * R * kQueryLanes; }
   size_t outputs_count() const { return size_t(lines_vo_) * R * L::kSize; }
 
   void place(Scratch& scratch) {
@@ -131,18 +109,17 @@ class Narrow {
       return step;
     };
     if (total > 0) {
-      Step now = step_at(0), next = step_at(1);
-      multiply_keys(heads_[0], ring_[0], now, now, scores_);
+      Step steps[kRing];
+      for (int index = 0; index < kRing - 1; ++index) steps[index] = step_at(index);
+      multiply_keys(heads_[0], ring_[0], steps[0], steps[1], scores_);
       for (int index = 0; index < total; ++index) {
-        const Step later = step_at(index + 2);
+        const Step& later = steps[(index + 3) % kRing] = step_at(index + 3);
         float* scores = scores_ + index % 2 * kGroups * W;
         if (index + 1 < total)
-          multiply_keys(heads_[(index + 1) % heads], ring_[(index + 1) / heads % kRing], next, next,
-                        scores_ + (index + 1) % 2 * kGroups * W);
+          multiply_keys(heads_[(index + 1) % heads], ring_[(index + 1) / heads % kRing], steps[(index + 1) % kRing],
+                        steps[(index + 2) % kRing], scores_ + (index + 1) % 2 * kGroups * W);
         soften(heads_[index % heads], scores);
-        multiply_values(heads_[index % heads], now, later, scores);
-        now = next;
-        next = later;
+        multiply_values(heads_[index % heads], steps[index % kRing], later, scores);
       }
     }
     for (int i = 0; i < item_.num_heads; ++i) end_head(heads_[i], item_.head_start + i);
@@ -161,10 +138,11 @@ class Narrow {
         const Q* q = row < item_.num_rows
                          ? launch_.q.at(int64_t(segment_.q_start) + head.rows.token[row], head.rows.head[row])
                          : nullptr;
-        float* to = head.queries + (line * R + row) * L::kSize;
-        for (int i = 0; i < L::kSize; ++i) {
-          const int place = line * L::kSize + L::place(i / W, i % W);
-          to[i] = q && place < launch_.dim_qk ? to_float(q[place]) : 0.f;
+        float* to = head.queries + (line * R + row) * kQueryLanes;
+        if (q) {
+          L::pack_query(q + line * L::kSize, launch_.dim_qk - line * L::kSize, to);
+        } else {
+          std::memset(to, 0, kQueryLanes * sizeof(float));
         }
       }
     }
@@ -182,38 +160,43 @@ class Narrow {
       const float* q = head.queries;
       // A line of all keys of the group meets all rows: lines stay in registers, or queries where those are fewer.
       const auto add_line = [&](auto&& read) SENNIT_LAMBDA {
-        const auto add = [&](auto i, auto row, f32x line, f32x query)
-                             SENNIT_LAMBDA { sums[i * R + row] += line * query; };
+        const auto add = [&](auto i, auto row, Lanes line, Lanes query)
+                             SENNIT_LAMBDA { sums[i * R + row] = L::multiply_add(sums[i * R + row], line, query); };
+        constexpr int kVectors = L::kKeyVectors;
         if constexpr (R < kGroup) {
-          f32x queries[R * L::kVectors];
-          unroll<R * L::kVectors>([&](auto i) SENNIT_LAMBDA { queries[i] = load(q + i * W); });
+          Lanes queries[R * kVectors];
+          unroll<R * kVectors>([&](auto i) SENNIT_LAMBDA { queries[i] = load_as<Lanes>(q + i * W); });
           unroll<kGroup>([&](auto i) SENNIT_LAMBDA {
-            f32x line[L::kVectors];
+            Lanes line[kVectors];
             read(i, line);
-            unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
-              unroll<R>([&](auto row)
-                            SENNIT_LAMBDA { add(i, row, line[vector], queries[row * L::kVectors + vector]); });
+            unroll<kVectors>([&](auto vector) SENNIT_LAMBDA {
+              unroll<R>([&](auto row) SENNIT_LAMBDA { add(i, row, line[vector], queries[row * kVectors + vector]); });
             });
           });
         } else {
-          f32x lines[kGroup][L::kVectors];
+          Lanes lines[kGroup][kVectors];
           unroll<kGroup>([&](auto i) SENNIT_LAMBDA { read(i, lines[i]); });
-          unroll<L::kVectors>([&](auto vector) SENNIT_LAMBDA {
+          unroll<kVectors>([&](auto vector) SENNIT_LAMBDA {
             unroll<R>([&](auto row) SENNIT_LAMBDA {
-              const f32x query = load(q + (row * L::kVectors + vector) * W);
+              const Lanes query = load_as<Lanes>(q + (row * kVectors + vector) * W);
               unroll<kGroup>([&](auto i) SENNIT_LAMBDA { add(i, row, lines[i][vector], query); });
             });
           });
         }
-        q += R * L::kSize;
+        q += R * kQueryLanes;
       };
       for (int line = 0; line < whole; ++line) {
-        add_line([&](auto i, f32x* to) SENNIT_LAMBDA {
-          L::read(k[i] + line * L::kSize, to);
-          prefetch(v[i] + line * L::kSize);
+        add_line([&](auto i, Lanes* to) SENNIT_LAMBDA {
+          L::read_key(k[i] + line * L::kSize, to);
+          prefetch_to_l2(v[i] + line * L::kSize);
         });
       }
-      if (tail_qk_) add_line([&](auto i, f32x* to) SENNIT_LAMBDA { L::read(k[i] + whole * L::kSize, tail_qk_, to); });
+      if (tail_qk_)
+        add_line([&](auto i, Lanes* to) SENNIT_LAMBDA {
+          alignas(kVectorBytes) T tail[L::kSize] = {};
+          std::memcpy(tail, k[i] + whole * L::kSize, tail_qk_ * sizeof(T));
+          L::read_key(tail, to);
+        });
       store(scores + group * W, multiply_finite(sum_lanes(sums), scale));
     }
     if (transforms_ || !block.complete || block.count < kKeys ||
@@ -244,11 +227,11 @@ class Narrow {
     const f32x base = head.base == -kInfinity ? f32x{} : head.base;  // -inf - -inf is NaN
     f32x total = {};
     unroll<kGroups>([&](auto i) SENNIT_LAMBDA {
-      const f32x weight = exp2_below<true>(s[i] - base);
-      total += weight;
-      store(scores + i * W, weight);
+      s[i] = exp2_below<L::kExact>(s[i] - base);
+      total += s[i];
     });
     head.total += total;
+    L::template store_weights<R, kGroups>(s, scores);
   }
 
   // Moves the base to the largest score, where one would otherwise give a large weight: not for every new maximum,
@@ -264,6 +247,16 @@ class Narrow {
           store(at, load(at) * alpha[int(row)]);
         });
       });
+  }
+
+  void read_tails(const T* const* rows, int at, Lanes* to) const {
+    alignas(kVectorBytes) T copies[L::kAtOnce][L::kSize] = {};
+    const T* tails[L::kAtOnce];
+    for (int i = 0; i < L::kAtOnce; ++i) {
+      std::memcpy(copies[i], rows[i] + at, tail_vo_ * sizeof(T));
+      tails[i] = copies[i];
+    }
+    L::read_values(tails, 0, to);
   }
 
   // Adds weights times values to the outputs; fetches the keys of the step `ahead`.
@@ -291,19 +284,20 @@ class Narrow {
           });
         });
       };
-      for (int key = 0; key < kKeys; ++key) {
-        f32x lines[kLines][L::kVectors];
-        const T* v = step.v[key] + line * L::kSize;
-        unroll<kLines>([&](auto l) SENNIT_LAMBDA {
-          if constexpr (kWhole) {
-            L::read(v + l * L::kSize, lines[l]);
-          } else {
-            L::read(v, tail_vo_, lines[l]);
-          }
-          if (row == 0) prefetch(ahead.k[key] + (line + l) * L::kSize);
-        });
+      for (int key = 0; key < kKeys; key += L::kAtOnce) {
+        Lanes lines[kLines][L::kVectors];
+        if constexpr (kWhole) {
+          unroll<kLines>([&](auto l) SENNIT_LAMBDA { L::read_values(step.v + key, (line + l) * L::kSize, lines[l]); });
+        } else {
+          read_tails(step.v + key, line * L::kSize, lines[0]);
+        }
+        if (row == 0)
+          unroll<kLines * L::kAtOnce>([&](auto i) SENNIT_LAMBDA {
+            prefetch_to_l2(ahead.k[key + i % L::kAtOnce] + (line + i / L::kAtOnce) * L::kSize);
+          });
         const float* w = weights + key * R + row;
-        each([&](auto sum, int, auto l, auto r, auto vector) SENNIT_LAMBDA { sums[sum] += lines[l][vector] * w[r]; });
+        each([&](auto sum, int, auto l, auto r, auto vector)
+                 SENNIT_LAMBDA { sums[sum] = L::multiply_add(sums[sum], lines[l][vector], L::multiplier(w + r)); });
       }
       each([&](auto sum, int offset, auto, auto, auto)
                SENNIT_LAMBDA { store(at + offset, load(at + offset) + sums[sum]); });

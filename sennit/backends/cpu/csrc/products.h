@@ -52,11 +52,6 @@ static SENNIT_INLINE u32x load_units(const T* from, int count, std::integral_con
   return load_units(copy, unit);
 }
 
-// Pairs of bf16 of two vectors of floats, rounded to nearest (ties away from zero); a is below b.
-static SENNIT_INLINE u32x bf16_pairs(f32x a, f32x b) {
-  return ((u32x)a + 0x8000u) >> 16 | (((u32x)b + 0x8000u) & 0xffff0000u);
-}
-
 // Queries [rows, dim] as [units, V * W]; rows past `count` are zero. `flip` changes their sign.
 template <int kUnit, int V, class Q>
 static void pack_queries(uint32_t* packed, const Q* const* rows, int count, int dim, int units, bool flip) {
@@ -90,19 +85,24 @@ static void pack_queries(uint32_t* packed, const Q* const* rows, int count, int 
 // Scores of `count` keys (a multiple of kTileKeys) and a panel's rows.
 template <class Units, int V>
 static void multiply_keys(const uint32_t* queries, const uint32_t* const* keys, int count, int units, float* scores) {
+  constexpr int kSummed = 256;  // units that are added up one after the other, since rounding grows with their number
   for (int key = 0; key < count; key += kTileKeys) {
-    f32x sums[kTileKeys * V] = {};
     const uint32_t* const a[kTileKeys] = {keys[key], keys[key + 1], keys[key + 2], keys[key + 3]};
-    for (int unit = 0; unit < units; ++unit) {
-      u32x b[V];
-      unroll<V>([&](auto j) SENNIT_LAMBDA { b[j] = load(queries + (unit * V + j) * W); });
-      unroll<kTileKeys>([&](auto m) SENNIT_LAMBDA {
-        uint32_t value;
-        std::memcpy(&value, a[m] + unit, 4);
-        unroll<V>([&](auto j) SENNIT_LAMBDA { sums[m * V + j] = Units::multiply_add(sums[m * V + j], value, b[j]); });
-      });
+    float* const at = scores + key * V * W;
+    for (int begin = 0; begin < units; begin += kSummed) {
+      f32x sums[kTileKeys * V] = {};
+      for (int unit = begin; unit < std::min(begin + kSummed, units); ++unit) {
+        u32x b[V];
+        unroll<V>([&](auto j) SENNIT_LAMBDA { b[j] = load(queries + (unit * V + j) * W); });
+        unroll<kTileKeys>([&](auto m) SENNIT_LAMBDA {
+          uint32_t value;
+          std::memcpy(&value, a[m] + unit, 4);
+          unroll<V>([&](auto j) SENNIT_LAMBDA { sums[m * V + j] = Units::multiply_add(sums[m * V + j], value, b[j]); });
+        });
+      }
+      unroll<kTileKeys * V>([&](auto i)
+                                SENNIT_LAMBDA { store(at + i * W, begin ? load(at + i * W) + sums[i] : sums[i]); });
     }
-    unroll<kTileKeys * V>([&](auto i) SENNIT_LAMBDA { store(scores + (key * V + i) * W, sums[i]); });
   }
 }
 
