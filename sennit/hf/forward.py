@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,7 @@ from sennit.errors import InvalidInput
 from sennit.hf.attention import NAME
 from sennit.hf.drawing import Choice, choose
 from sennit.hf.latent import latent_keywords
+from sennit.hf.linears import few_row_linears, linears_of
 from sennit.hf.masks import no_mask
 from sennit.hf.models import check_supported, model_config
 from sennit.step import Step
@@ -73,6 +74,7 @@ class PackedForward:
 
     The setting is an attribute of the model's few configuration objects, so switching it for every step costs nothing
     and leaves the model as it was for everybody else between steps. Steps of one model in several threads take turns.
+    Where the CPU backend computes attention, it multiplies few rows in linear layers too.
     """
 
     def __init__(self, model: Any) -> None:
@@ -81,6 +83,7 @@ class PackedForward:
             self._turn = _TURNS.setdefault(model, threading.RLock())
         configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_dict")]
         self._configs = list({id(config): config for config in configs}.values())
+        self._linears = linears_of(model)
 
     def __call__(
         self, step: Any, ids: Sequence[int], rows: Sequence[int], choices: Sequence[Choice], *, logprobs: bool
@@ -99,7 +102,8 @@ class PackedForward:
         """
         host = torch.tensor([*ids, *rows], dtype=torch.int64)
         device = host.to(self._model.device)
-        with self._turn, _attention_set_to(NAME, self._configs):
+        linears = few_row_linears(self._linears) if "cpu" in step.backends else nullcontext()
+        with self._turn, _attention_set_to(NAME, self._configs), linears:
             logits = self._model(
                 input_ids=device[None, : len(ids)],
                 attention_mask=no_mask(self._model.device),

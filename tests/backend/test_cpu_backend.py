@@ -15,7 +15,8 @@ import pytest
 import torch
 from solving import FLOATS, attention_for, gqa
 
-from sennit.backends.cpu import BACKEND, backend
+from sennit.backends.cpu import BACKEND, backend, failures
+from sennit.backends.cpu import linear as products
 from sennit.backends.cpu import threads as finding
 from sennit.backends.cpu.instructions import instruction_set
 from sennit.check.problems import make_problem
@@ -90,7 +91,7 @@ def builds(monkeypatch):
     monkeypatch.setattr(backend, "_append", build)
     yield errors
     backend._libraries.cache_clear()
-    backend._failures.clear()
+    failures._failures.clear()
 
 
 def reason():
@@ -101,7 +102,7 @@ def reason():
 @pytest.mark.parametrize("variable", ["CXX", "PATH", "SENNIT_CACHE_DIR", "SENNIT_CXXFLAGS", "SENNIT_CPU_ISA"])
 def test_a_failed_build_is_not_tried_again_until_the_environment_changes(builds, monkeypatch, variable):
     builds += [BuildFailed("first"), BuildUnavailable("second")]
-    monkeypatch.setattr(backend, "HOLD", 1e6)
+    monkeypatch.setattr(failures, "HOLD", 1e6)
     assert [reason(), reason()] == ["first", "first"]
     monkeypatch.setenv(variable, "generic")
     assert [reason(), reason()] == ["second", "second"]
@@ -109,7 +110,7 @@ def test_a_failed_build_is_not_tried_again_until_the_environment_changes(builds,
 
 def test_a_failed_build_is_tried_again_after_a_pause_and_a_success_is_kept(builds, monkeypatch):
     builds += [BuildUnavailable("disk full"), BuildUnavailable("still")]
-    monkeypatch.setattr(backend, "HOLD", 5.0)
+    monkeypatch.setattr(failures, "HOLD", 5.0)
     assert [reason(), reason()] == ["disk full", "disk full"]
     time.sleep(0.1)
     assert [reason(), reason()] == ["still", "still"]
@@ -170,3 +171,46 @@ def test_sanitizers_find_nothing():
         LD_PRELOAD=" ".join(paths),
         ASAN_OPTIONS="detect_leaks=0",
     )  # fmt: skip
+
+
+@pytest.fixture
+def few_rows():
+    if not products.ready():
+        pytest.skip("the processor does not multiply pairs of bfloat16")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "dim", "outputs"), [(1, 32, 1), (3, 64, 63), (16, 96, 64), (17, 544, 65), (32, 1536, 130), (5, 2080, 200)]
+)
+def test_few_rows_times_weights_are_as_exact_as_pytorchs(few_rows, rows, dim, outputs, bias):
+    memory = torch.full((outputs + 1, dim + 32), torch.nan, dtype=torch.bfloat16)  # nothing beside the weights is read
+    weight = memory[:outputs, :dim].copy_(torch.randn(outputs, dim))
+    x = torch.randn(2, dim, rows).mT.bfloat16()[:1]
+    added = torch.randn(outputs).bfloat16() if bias else None
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
+    with torch.no_grad():
+        assert products.can_multiply(x, weight, added)
+        found = products.linear(x, weight, added)
+    assert found.shape == exact.shape
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4 * dim**0.5)
+    assert torch.equal(found, products.linear(x, weight, added))
+
+
+def test_other_products_are_left_to_pytorch():
+    weight = torch.randn(8, 64).bfloat16()
+    x = torch.randn(2, 64).bfloat16()
+    with torch.no_grad():
+        assert products.can_multiply(x, weight, None)
+        for other in (
+            (x.float(), weight, None),
+            (x, weight.float(), None),
+            (x, weight, torch.zeros(8)),
+            (x.repeat(20, 1), weight, None),
+            (x[:0], weight, None),
+            (x[:, :48], weight[:, :48], None),
+            (x[:, :32], weight, None),
+            (x, weight.t().contiguous().t(), None),
+        ):
+            assert not products.can_multiply(*other)
+    assert not products.can_multiply(x, weight, None)  # gradients may be wanted

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from time import monotonic
 from typing import Any
 
 import torch
 
-from sennit import jit
 from sennit.backends.base import Append, Attend, Support
 from sennit.backends.cpu.costs import kernel_configs
+from sennit.backends.cpu.failures import built
 from sennit.backends.cpu.libraries import (
     ELEMENTS,
     attention_source,
@@ -23,8 +22,6 @@ from sennit.backends.cpu.libraries import (
 )
 from sennit.backends.cpu.threads import parallel_function
 from sennit.backends.merging import merge_states
-from sennit.env import cpu_isa
-from sennit.errors import BuildFailed, BuildUnavailable
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
 from sennit.spec import AttentionSpec
@@ -32,8 +29,6 @@ from sennit.spec import AttentionSpec
 __all__ = ["CpuBackend", "last_worker_times"]
 
 NO_LIMIT = 2**31 - 1  # kNoLimit of launch.h
-YES = Support.yes()
-HOLD = 10.0  # times as long as it took to fail, a failure to build holds
 
 
 @dataclass(frozen=True)
@@ -46,14 +41,14 @@ class CpuBackend:
         """On CPUs, where libraries can be built or are there; nothing is built to find out."""
         if device.type != "cpu":
             return Support.no(f"it runs on CPUs, not on {device}")
-        return _built(check_libraries)
+        return built(check_libraries)
 
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
         """Everything but float64; what a spec needs is built here, so that a failure to build is a reason."""
         for field in ("dtype", "kv_dtype"):
             if (dtype := getattr(spec, field)) not in ELEMENTS:
                 return Support.no(f"{field}={dtype} is not computed in float32, which is all that it has")
-        return _built(_libraries, spec)
+        return built(_libraries, spec)
 
     def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
         """See :func:`~sennit.backends.cpu.costs.kernel_configs`."""
@@ -150,47 +145,6 @@ def _copy_pages() -> Callable[..., Any]:
 def _libraries(spec: AttentionSpec) -> None:
     """Build all that a spec needs, unless it is there."""
     _attention(spec.dtype, spec.kv_dtype), _append(), graph_address(spec)
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why something could not be built, in which surroundings, and for how long that holds."""
-
-    support: Support
-    surroundings: tuple[str | None, ...]
-    until: float
-
-    def holds(self) -> bool:
-        return monotonic() < self.until and self.surroundings == _surroundings()
-
-
-_failures: dict[tuple[object, ...], _Failure] = {}
-
-
-def _surroundings() -> tuple[str | None, ...]:
-    return *jit.surroundings(), cpu_isa()
-
-
-def _built(build: Callable[..., object], *what: object) -> Support:
-    """Whether something is built, or could be.
-
-    What failed is tried again: at once where its surroundings have changed, and else after a pause, since a disk may
-    have room again, but trying may take a minute.
-    """
-    known = build, *what
-    if _failures and (failure := _failures.get(known)) and failure.holds():
-        return failure.support
-    start = monotonic()
-    try:
-        build(*what)
-    except (BuildUnavailable, BuildFailed) as error:
-        now = monotonic()
-        failure = _Failure(Support.not_yet(str(error)), _surroundings(), now + HOLD * (now - start))
-        _failures[known] = failure
-        return failure.support
-    if _failures:
-        _failures.pop(known, None)
-    return YES
 
 
 def _dense_columns(tensor: torch.Tensor) -> torch.Tensor:

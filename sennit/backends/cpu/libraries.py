@@ -1,4 +1,4 @@
-"""The compiled libraries of this backend: attention for a pair of dtypes, a cache's copies, users' functions."""
+"""The compiled libraries of this backend: attention for two dtypes, a cache's copies, linear layers, user functions."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ __all__ = [
     "check_libraries",
     "function",
     "graph_address",
+    "linear_source",
     "warm_sources",
 ]
 
@@ -44,10 +45,19 @@ def cache_source() -> jit.Source:
     return jit.Source("cpu-cache", (("cache.cpp", (CSRC / "cache.cpp").read_text()),), CSRC, instruction_set().flags)
 
 
+def linear_source() -> jit.Source | None:
+    """Linear layers of few rows in bfloat16; None where the processor does not multiply pairs of them."""
+    kind = instruction_set()
+    if kind.name not in ("amx", "avx512_bf16"):
+        return None
+    return jit.Source("cpu-linear", (("linear.cpp", (CSRC / "linear.cpp").read_text()),), CSRC, kind.flags)
+
+
 def warm_sources() -> list[jit.Source]:
     """What most models need."""
     usual = [attention_source(dtype, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
-    return [*usual, cache_source()]
+    linear = linear_source()
+    return [*usual, cache_source(), *([] if linear is None else [linear])]
 
 
 def check_libraries() -> None:

@@ -55,9 +55,13 @@ struct MatrixProducts {
 
   void take(const T* const* k, const T* const* v, int count) {
     const int round = (count + kKeyRound - 1) / kKeyRound * kKeyRound;
-    for (int key = 0; key < round; key += kTileRows) take_keys(k + key, key / kTileRows);
+    take_keys(k, round);
     for (int key = 0; key < round; key += 32)
-      for (int d = 0; d < columns; d += 32) take_values(v + key, key / 32, d);
+      for (int d = 0; d < columns; d += 32) pack_values(v + key, key / 32, d);
+  }
+
+  void take_keys(const T* const* k, int round) {
+    for (int key = 0; key < round; key += kTileRows) find_keys(k + key, key / kTileRows);
   }
 
   // Scores of `count` keys from number `begin` of the block on.
@@ -139,7 +143,7 @@ struct MatrixProducts {
   }
 
   // 16 keys: in place where they lie evenly, otherwise copied.
-  void take_keys(const T* const* k, int group) {
+  void find_keys(const T* const* k, int group) {
     const intptr_t stride = reinterpret_cast<intptr_t>(k[1]) - reinterpret_cast<intptr_t>(k[0]);
     bool even = dim_qk % 32 == 0;
     for (int i = 2; i < kTileRows; ++i)
@@ -157,7 +161,7 @@ struct MatrixProducts {
   }
 
   // 32 keys of 32 columns, turned so that a column's pairs of keys are a row.
-  void take_values(const T* const* v, int group, int d) {
+  void pack_values(const T* const* v, int group, int d) {
     u32x even[W], odd[W];
     const auto pair = [&](auto j, u32x a, u32x b) SENNIT_LAMBDA {
       even[j] = (a & 0xffffu) | b << 16;

@@ -1,8 +1,8 @@
 // The narrow strand: tiles of few query rows, bound by reading keys and values, each byte of which is read once.
 //
 // Lanes run along the dimension: a line of a key meets all query rows while it is in registers. A pipeline keeps loads
-// and arithmetic apart: scores of the next step, then softmax and outputs of this one, while values and keys of the
-// steps behind them come into the second-level cache. Of the first level too few lines can be on their way at once.
+// and arithmetic apart: scores of the next step, then softmax and outputs of this one, each fetching, line by line,
+// what comes a step or two after it.
 #pragma once
 
 #include "lines.h"
@@ -10,6 +10,16 @@
 #include "scratch.h"
 
 namespace sennit {
+
+// What a later phase reads, into the second-level cache: of the first level too few lines can be on their way at once.
+// Not on Intel's processors, which matrix registers tell.
+static SENNIT_INLINE void fetch(const void* address) {
+#if defined(SENNIT_AMX)
+  prefetch(address);
+#else
+  prefetch_to_l2(address);
+#endif
+}
 
 template <class Q, class T, int R>
 class Narrow {
@@ -188,7 +198,7 @@ class Narrow {
       for (int line = 0; line < whole; ++line) {
         add_line([&](auto i, Lanes* to) SENNIT_LAMBDA {
           L::read_key(k[i] + line * L::kSize, to);
-          prefetch_to_l2(v[i] + line * L::kSize);
+          fetch(v[i] + line * L::kSize);
         });
       }
       if (tail_qk_)
@@ -292,9 +302,8 @@ class Narrow {
           read_tails(step.v + key, line * L::kSize, lines[0]);
         }
         if (row == 0)
-          unroll<kLines * L::kAtOnce>([&](auto i) SENNIT_LAMBDA {
-            prefetch_to_l2(ahead.k[key + i % L::kAtOnce] + (line + i / L::kAtOnce) * L::kSize);
-          });
+          unroll<kLines * L::kAtOnce>(
+              [&](auto i) SENNIT_LAMBDA { fetch(ahead.k[key + i % L::kAtOnce] + (line + i / L::kAtOnce) * L::kSize); });
         const float* w = weights + key * R + row;
         each([&](auto sum, int, auto l, auto r, auto vector)
                  SENNIT_LAMBDA { sums[sum] = L::multiply_add(sums[sum], lines[l][vector], L::multiplier(w + r)); });

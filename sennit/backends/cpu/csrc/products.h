@@ -33,7 +33,10 @@ struct PairUnits {
 
 // Vectors of rows of a panel, V in what follows: by the number of registers, or one where there are few rows.
 constexpr int kMostVectors = W == 8 ? 2 : 4;
-constexpr int kTileKeys = 4;  // keys, or columns of values, of a register tile
+// Keys, or columns of values, of a register tile of V vectors of rows: as many as there are sums to hide a product's
+// time.
+template <int V>
+constexpr int kTileKeys = std::min(8, (W >= 16 ? 16 : 8) / V);
 constexpr int kColumns = 16;  // columns of values that are packed together
 
 // W units of a row in their order: floats, or pairs of bf16.
@@ -82,26 +85,27 @@ static void pack_queries(uint32_t* packed, const Q* const* rows, int count, int 
   }
 }
 
-// Scores of `count` keys (a multiple of kTileKeys) and a panel's rows.
+// Scores of `count` keys (a multiple of kTileKeys<V>) and a panel's rows.
 template <class Units, int V>
 static void multiply_keys(const uint32_t* queries, const uint32_t* const* keys, int count, int units, float* scores) {
   constexpr int kSummed = 256;  // units that are added up one after the other, since rounding grows with their number
-  for (int key = 0; key < count; key += kTileKeys) {
-    const uint32_t* const a[kTileKeys] = {keys[key], keys[key + 1], keys[key + 2], keys[key + 3]};
+  constexpr int kTile = kTileKeys<V>;
+  for (int key = 0; key < count; key += kTile) {
+    const uint32_t* a[kTile];
+    unroll<kTile>([&](auto m) SENNIT_LAMBDA { a[m] = keys[key + m]; });
     float* const at = scores + key * V * W;
     for (int begin = 0; begin < units; begin += kSummed) {
-      f32x sums[kTileKeys * V] = {};
+      f32x sums[kTile * V] = {};
       for (int unit = begin; unit < std::min(begin + kSummed, units); ++unit) {
         u32x b[V];
         unroll<V>([&](auto j) SENNIT_LAMBDA { b[j] = load(queries + (unit * V + j) * W); });
-        unroll<kTileKeys>([&](auto m) SENNIT_LAMBDA {
+        unroll<kTile>([&](auto m) SENNIT_LAMBDA {
           uint32_t value;
           std::memcpy(&value, a[m] + unit, 4);
           unroll<V>([&](auto j) SENNIT_LAMBDA { sums[m * V + j] = Units::multiply_add(sums[m * V + j], value, b[j]); });
         });
       }
-      unroll<kTileKeys * V>([&](auto i)
-                                SENNIT_LAMBDA { store(at + i * W, begin ? load(at + i * W) + sums[i] : sums[i]); });
+      unroll<kTile * V>([&](auto i) SENNIT_LAMBDA { store(at + i * W, begin ? load(at + i * W) + sums[i] : sums[i]); });
     }
   }
 }
@@ -111,18 +115,19 @@ static void multiply_keys(const uint32_t* queries, const uint32_t* const* keys, 
 template <class Units, int V>
 static void multiply_values(const uint32_t* values, int64_t stride, const uint32_t* weights, int units, int dim,
                             float* outputs) {
-  for (int d = 0; d < dim; d += kTileKeys) {
-    f32x sums[kTileKeys * V] = {};  // of this block alone, since rounding grows with what a sum has reached
+  constexpr int kTile = kTileKeys<V>;
+  for (int d = 0; d < dim; d += kTile) {
+    f32x sums[kTile * V] = {};  // of this block alone, since rounding grows with what a sum has reached
     float* at = outputs + int64_t(d) * V * W;
     const uint32_t* a = values + (d / kColumns * stride) * kColumns + d % kColumns;
     for (int unit = 0; unit < units; ++unit, a += kColumns) {
       u32x b[V];
       unroll<V>([&](auto j) SENNIT_LAMBDA { b[j] = load(weights + (unit * V + j) * W); });
-      unroll<kTileKeys>([&](auto m) SENNIT_LAMBDA {
+      unroll<kTile>([&](auto m) SENNIT_LAMBDA {
         unroll<V>([&](auto j) SENNIT_LAMBDA { sums[m * V + j] = Units::multiply_add(sums[m * V + j], a[m], b[j]); });
       });
     }
-    unroll<kTileKeys * V>([&](auto i) SENNIT_LAMBDA { store(at + i * W, load(at + i * W) + sums[i]); });
+    unroll<kTile * V>([&](auto i) SENNIT_LAMBDA { store(at + i * W, load(at + i * W) + sums[i]); });
   }
 }
 
@@ -131,7 +136,7 @@ template <class T, class Units, int V>
 struct VectorProducts {
   static constexpr int kVectors = V;
   static constexpr int kUnit = Units::kSize;
-  static constexpr int kKeyRound = kTileKeys;  // scores are computed for multiples of so many keys
+  static constexpr int kKeyRound = kTileKeys<V>;  // scores are computed for multiples of so many keys
   static constexpr int kBlockKeys = 128;
   static constexpr int kScoreKeys = 64;  // so that they and a panel's queries stay in the first-level cache
   static constexpr bool kInPlace = std::is_same_v<T, float> || kUnit == 2;
@@ -153,9 +158,14 @@ struct VectorProducts {
   void begin() {}
   void end() {}
 
-  // Keys and values of a KV head; what is past `count` is zeros.
+  // Keys and values of a KV head; what is past `count`, up to a multiple of kKeyRound, is zeros.
   void take(const T* const* k, const T* const* v, int count) {
     const int round = (count + kKeyRound - 1) / kKeyRound * kKeyRound;
+    take_keys(k, round);
+    take_values(v, round);
+  }
+
+  void take_keys(const T* const* k, int round) {
     for (int key = 0; key < round; ++key) {
       if (kInPlace && dim_qk % kUnit == 0) {
         rows[key] = reinterpret_cast<const uint32_t*>(k[key]);
@@ -167,6 +177,9 @@ struct VectorProducts {
         store(to + unit,
               load_units(k[key] + unit * kUnit, dim_qk - unit * kUnit, std::integral_constant<int, kUnit>{}));
     }
+  }
+
+  void take_values(const T* const* v, int round) {
     constexpr int64_t kStride = kBlockKeys / kUnit;
     for (int key = 0; key < round; key += kUnit) {
       uint32_t* to = packed_values + key / kUnit * kColumns;
