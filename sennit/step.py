@@ -120,17 +120,17 @@ class Step:
             self._open = self._rows = None
 
     @property
-    def backends(self) -> frozenset[str]:
-        """Names of the backends that compute the layers' attention."""
-        return frozenset(plan.backend for plan in self._require_open("backends").plans)
-
-    @property
     def batch(self) -> Batch:
         """Lengths of this step, and the page tables of the first group.
 
         Raises :class:`StepClosed` outside the block, as all of these do.
         """
         return self._require_open("batch").batches[0]
+
+    @property
+    def backends(self) -> frozenset[str]:
+        """Names of the backends that compute the layers' attention."""
+        return frozenset(plan.backend for plan in self._require_open("backends").plans)
 
     @property
     def num_tokens(self) -> int:

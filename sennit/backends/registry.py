@@ -22,6 +22,7 @@ __all__ = ["Candidate", "candidates", "choose", "load", "names", "unavailable"]
 
 BUILT_IN = {
     "cpu": "sennit.backends.cpu:BACKEND",
+    "flashinfer": "sennit.backends.flashinfer:BACKEND",
     "reference": "sennit.backends.reference:BACKEND",
     "reference-items": "sennit.backends.reference:ITEMS_BACKEND",
     "triton": "sennit.backends.triton:BACKEND",

@@ -39,7 +39,8 @@ class Call:
         self._attention, self._problem = attention, problem
         self._pages = attention.pages(problem.kv)  # as a cache does: they are checked once
         self.plan: Plan = attention.plan(problem.batch if batch is None else batch)
-        page = self.plan.batch.pages.entries[:1] if self.plan.batch.pages is not None else [0]
+        assert self.plan.batch.pages is not None
+        page = self.plan.batch.pages.entries[:1]
         self._little = attention.plan(Batch.csr(qo_indptr=[0, 1], kv_lens=[1], kv_indptr=[0, 1], kv_indices=page))
         lengths = self.plan.batch.q_lens.tolist(), self.plan.batch.kv_lens.tolist()
         self.work: Work = count_work(problem.spec, *lengths)

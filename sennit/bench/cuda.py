@@ -18,8 +18,7 @@ from sennit.check.problems import Problem
 
 __all__ = ["CudaInstruments"]
 
-MOST_BYTES = 4 * 2**30  # read to see how fast memory is
-FLUSH_BYTES = 2**30  # read to empty the L2 cache; takes longer than a host needs to launch what comes next
+MOST_BYTES = 4 * 2**30  # read to see how fast memory is, and to empty the L2 cache: a millisecond on an H200
 SHARE = 16  # of the device's memory, what is read may take one part in so many
 SIDE = 8192
 BRIEF = 100e-6  # seconds; a call that takes less is launched too slowly to be timed as its host launches it
@@ -45,15 +44,15 @@ class CudaInstruments:
         } | (self._meter.facts if self._meter is not None else {})
         size = min(MOST_BYTES, properties.total_memory // SHARE)
         self._buffer = torch.randn(size // 4, device=device)
-        self._flushed = self._buffer[: FLUSH_BYTES // 4]
 
     def time(self, launch: Callable[[], object]) -> float:
         """Seconds between two events around a call, when the L2 cache holds other data.
 
         That data has been read, not written: written data would go to memory during the call. The device is busy with
-        it while the host launches the call, so that it is the call that is timed and not the host.
+        it, for much longer than the cache needs, while the host launches the call: it is the call that is timed, and
+        not a slow host.
         """
-        self._flushed.sum()
+        self._buffer.sum()
         return launch_between_events(launch).seconds
 
     def clocks(

@@ -12,14 +12,15 @@ import torch
 from sennit.attention import BatchAttention
 from sennit.bench.fresh_process import Say, forget_peak, peak_bytes, run_alone
 from sennit.bench.generate_check import Agreement, check_tokens
-from sennit.bench.generate_engines import PEERS, Engine, load_model
+from sennit.bench.generate_engines import Engine, load_model, peers_on
 from sennit.bench.generate_profile import TimeParts, timed_parts
 from sennit.bench.generate_results import Measurement, Options, Report, Speed, WorkloadReport
-from sennit.bench.generate_workloads import Workload, make_workloads
+from sennit.bench.generate_shapes import is_random, random_model
+from sennit.bench.generate_workloads import Workload, make_random_workload, make_workloads
 from sennit.bench.host import Observer
 from sennit.errors import InvalidInput, SennitError
 from sennit.hf.loading import load
-from sennit.hf.models import context_length, layer_specs
+from sennit.hf.models import context_length, layer_specs, vocab_size
 
 __all__ = ["measure", "num_stages"]
 
@@ -36,18 +37,23 @@ class _Job:
     engine: Engine
     model: str
     dtype: torch.dtype | None
+    device: str
     prompts: tuple[tuple[int, ...], ...]
     max_new_tokens: int
 
     @classmethod
     def of(cls, options: Options, engine: Engine, workload: Workload) -> _Job:
-        return cls(engine, options.model, options.dtype, workload.prompts, options.max_new_tokens)
+        return cls(engine, options.model, options.dtype, options.device, workload.prompts, options.max_new_tokens)
 
 
 def num_stages(options: Options) -> int:
     """How often :func:`measure` reports that something has ended."""
-    engines = 1 + (len(PEERS) if options.peers else 0)
-    return 1 + 2 * (engines * options.repeat + 1)
+    workloads = 1 if is_random(options.model) else 2
+    return 1 + workloads * (len(_engines(options)) * options.repeat + (options.device == "cpu"))
+
+
+def _engines(options: Options) -> tuple[Engine, ...]:
+    return (options.engine, *(peers_on(options.device) if options.peers else ()))
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class _Processes:
 
 
 def measure(options: Options, *, on_stage: Say, on_end: Callable[[], None]) -> Report:
-    """Check Sennit's tokens, then measure it and its peers on both workloads.
+    """Check Sennit's tokens, then measure it and its peers on all workloads.
 
     Args:
         options: what is measured.
@@ -80,19 +86,21 @@ def measure(options: Options, *, on_stage: Say, on_end: Callable[[], None]) -> R
     workloads, backend = _prepare(options)
     processes = _Processes(on_stage, on_end)
     checked = _checked_prompts(options, workloads)
-    agreement = processes.run("check in float32", _check, options.engine, options.model, *checked)
+    agreement = processes.run("check in float32", _check, options, *checked)
     reports = []
     for workload in workloads:
         speeds = _measure_engines(options, workload, processes)
-        job = _Job.of(options, options.engine, workload)
-        parts = processes.run(f"{workload.name}, {options.engine.name} with hooks", _profile, job)
+        parts = None
+        if options.device == "cpu":
+            job = _Job.of(options, options.engine, workload)
+            parts = processes.run(f"{workload.name}, {options.engine.name} with hooks", _profile, job)
         reports.append(WorkloadReport(workload, speeds, parts))
     return Report(options, backend, torch.get_num_threads(), agreement, tuple(reports))
 
 
 def _measure_engines(options: Options, workload: Workload, processes: _Processes) -> tuple[Speed, ...]:
     """Every engine as often as asked, in turns: what the machine does meanwhile then meets all of them alike."""
-    engines: tuple[Engine, ...] = (options.engine, *(PEERS if options.peers else ()))
+    engines = _engines(options)
     measurements: dict[Engine, list[Measurement]] = {engine: [] for engine in engines}
     failures: dict[Engine, str] = {}
     for engine in engines * options.repeat:
@@ -118,11 +126,17 @@ def _measure_engines(options: Options, workload: Workload, processes: _Processes
 
 
 def _prepare(options: Options) -> tuple[tuple[Workload, ...], str]:
-    """Both workloads, and the backend that Sennit's attention will have."""
-    model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
-    attention = BatchAttention(layer_specs(model)[0], page_size=16, device="cpu", backend=options.engine.backend)
+    """The workloads, and the backend that Sennit's attention will have."""
+    workloads: tuple[Workload, ...]
+    if is_random(options.model):
+        model = random_model(options.model, options.dtype or torch.bfloat16, "meta")
+        workloads = (make_random_workload(vocab_size(model), count=options.prompts, mean=options.prompt_tokens),)
+    else:
+        model, tokenizer = load(options.model, dtype=options.dtype, device="cpu")
+        workloads = make_workloads(tokenizer, count=options.prompts, mean=options.prompt_tokens)
+    spec, asked = layer_specs(model)[0], options.engine.backend
+    attention = BatchAttention(spec, page_size=16, device=options.device, backend=asked)
     backend = next(name for name, accepted, _ in attention.backends if accepted)
-    workloads = make_workloads(tokenizer, count=options.prompts, mean=options.prompt_tokens)
     longest = max(max(workload.lengths) for workload in workloads) + options.max_new_tokens
     if longest > (context := context_length(model.config)):
         raise InvalidInput(
@@ -141,28 +155,34 @@ def _checked_prompts(options: Options, workloads: tuple[Workload, ...]) -> tuple
     return tuple(few), min(CHECKED_TOKENS, options.max_new_tokens)
 
 
-def _check(say: Say, engine: Engine, model: str, prompts: tuple[tuple[int, ...], ...], new: int) -> Agreement:
+def _check(say: Say, options: Options, prompts: tuple[tuple[int, ...], ...], new: int) -> Agreement:
     say("loading")
-    loaded = load_model(model, torch.float32)
+    loaded = load_model(options.model, torch.float32, options.device)
     say(f"{len(prompts)} prompts, {new} new tokens each")
-    return check_tokens(engine, loaded, prompts, new)
+    return check_tokens(options.engine, loaded, prompts, new)
 
 
 def _measure(say: Say, job: _Job) -> Measurement:
     say("loading")
-    model = load_model(job.model, job.dtype)
+    model = load_model(job.model, job.dtype, job.device)
     job.engine(model, WARMUP, 2)
-    alone, observer = forget_peak(), Observer()
+    if job.device != "cpu":  # where libraries choose kernels by size
+        job.engine(model, job.prompts[:1], 2)
+    on_gpu, observer = job.device != "cpu", Observer()
+    alone = forget_peak()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(job.device)
     say("prompts")
     prompt_seconds = _timed(model, job, 1)
     say("prompts and new tokens")
     seconds = _timed(model, job, job.max_new_tokens)
-    return Measurement(prompt_seconds, seconds, peak_bytes(), not alone, observer.activity())
+    peak = torch.cuda.max_memory_allocated(job.device) if on_gpu else peak_bytes()
+    return Measurement(prompt_seconds, seconds, peak, not (alone or on_gpu), observer.activity())
 
 
 def _profile(say: Say, job: _Job) -> TimeParts:
     say("loading")
-    model = load_model(job.model, job.dtype)
+    model = load_model(job.model, job.dtype, job.device)
     job.engine(model, WARMUP, 2)
     say("prompts and new tokens")
     with timed_parts(model) as parts:

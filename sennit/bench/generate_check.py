@@ -82,7 +82,7 @@ def compare(ours: Sequence[int], reference: Reference, *, named: str) -> int:
 
 def _reference(model: Any, prompt: Sequence[int], max_new_tokens: int) -> Reference:
     model.set_attn_implementation("sdpa")
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     made = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

@@ -11,11 +11,12 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
+from sennit.bench.generate_shapes import is_random, random_model
 from sennit.errors import SennitError
 from sennit.hf.batcher import MAX_BATCH_TOKENS
 from sennit.hf.generation import generate
 
-__all__ = ["PEERS", "Continuous", "Engine", "Padded", "Sennit", "load_model"]
+__all__ = ["Continuous", "Engine", "Padded", "Sennit", "load_model", "peers_on"]
 
 Prompts: TypeAlias = "Sequence[Sequence[int]]"
 
@@ -82,7 +83,9 @@ class Padded:
         ids = torch.tensor([[PAD] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)])
         mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
         _use_sdpa(model)
-        made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens)
+        made = model.generate(
+            input_ids=ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=max_new_tokens
+        )
         tokens: list[list[int]] = made[:, longest:].tolist()
         return tokens
 
@@ -92,19 +95,21 @@ class Continuous:
     """transformers' ``generate_batch``: continuous batching over a paged cache.
 
     Its SDPA path lets every query of a step multiply the keys of all requests in the step and masks the others', so
-    few requests at a time are fastest on a CPU although each of its steps then decodes for few.
+    few requests at a time are fastest on a CPU although each of its steps then decodes for few. It has faster paths for
+    FlashAttention's own packages, which PyTorch does not bring; without them SDPA is the fastest. None: its defaults.
     """
 
-    max_batch_tokens: int = 1024
-    max_requests: int = 4
+    max_batch_tokens: int | None = 1024
+    max_requests: int | None = 4
     name: ClassVar[str] = "generate_batch"
     page_size: ClassVar[int] = 256  # transformers' default
 
     @property
     def settings(self) -> str:
         """What its configuration says."""
-        limits = f"max_batch_tokens={self.max_batch_tokens}, max_requests_per_batch={self.max_requests}"
-        return f"transformers, continuous batching, sdpa, {limits}"
+        chosen = {"max_batch_tokens": self.max_batch_tokens, "max_requests_per_batch": self.max_requests}
+        limits = [f"{name}={value}" for name, value in chosen.items() if value is not None]
+        return ", ".join(["transformers, continuous batching, sdpa", *(limits or ["its default limits"])])
 
     def __call__(self, model: Any, prompts: Prompts, max_new_tokens: int) -> list[list[int]]:
         """New tokens of each prompt."""
@@ -114,7 +119,7 @@ class Continuous:
         limits = ContinuousBatchingConfig(
             num_blocks=sum(-(-(len(prompt) + max_new_tokens) // self.page_size) + 1 for prompt in prompts),
             max_batch_tokens=self.max_batch_tokens,
-            max_requests_per_batch=min(self.max_requests, len(prompts)),
+            max_requests_per_batch=None if self.max_requests is None else min(self.max_requests, len(prompts)),
         )
         made = model.generate_batch(
             [list(prompt) for prompt in prompts],
@@ -127,18 +132,23 @@ class Continuous:
         return [output.generated_tokens for output in made.values()]
 
 
-PEERS: tuple[Engine, ...] = (Padded(), Continuous())
+def peers_on(device: str) -> tuple[Engine, ...]:
+    """transformers' ways, with the settings that are fastest on a CPU, or their own ones on a GPU."""
+    return (Padded(), Continuous() if device == "cpu" else Continuous(None, None))
 
 
-def load_model(model: str, dtype: torch.dtype | None) -> Any:
-    """Return a model on the CPU that decodes greedily and knows no token that ends a text."""
+def load_model(model: str, dtype: torch.dtype | None, device: str = "cpu") -> Any:
+    """Return a model that decodes greedily and knows no token that ends a text."""
     import transformers
     from transformers import GenerationConfig
 
     from sennit.hf.loading import load
 
     transformers.utils.logging.set_verbosity_error()
-    loaded, _ = load(model, dtype=dtype, device="cpu")
+    if is_random(model):
+        loaded = random_model(model, dtype or torch.bfloat16, device)
+    else:
+        loaded, _ = load(model, dtype=dtype, device=device)
     loaded.generation_config = GenerationConfig(do_sample=False, pad_token_id=PAD)
     return loaded
 

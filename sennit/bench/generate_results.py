@@ -22,7 +22,7 @@ class Options:
     """What is measured.
 
     Attributes:
-        model: a folder or a hub id.
+        model: a folder, a hub id, or a name of :mod:`~sennit.bench.generate_shapes`.
         dtype: of weights and cache; None: as the weights are stored.
         prompts: prompts of each workload.
         prompt_tokens: their mean length.
@@ -31,6 +31,7 @@ class Options:
         peers: whether transformers is measured too.
         thorough: whether the check compares all prompts and tokens instead of a few.
         engine: Sennit's settings.
+        device: where all of them run, ``"cpu"`` or a CUDA device.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Options:
     peers: bool = True
     thorough: bool = False
     engine: Sennit = field(default_factory=Sennit)
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name, least in (("prompts", 1), ("prompt_tokens", 4), ("max_new_tokens", 2), ("repeat", 1)):
@@ -56,7 +58,7 @@ class Measurement:
     Attributes:
         prompt_seconds: until every prompt has one new token, in a generation that ends there.
         seconds: of the generation of all new tokens.
-        peak_bytes: most resident memory during both, runtime and weights included.
+        peak_bytes: most resident memory during both, runtime and weights included; on a GPU, most that tensors took.
         loading_included: the peak is that of the whole process, as this system cannot tell them apart.
         activity: what the machine did meanwhile.
     """
@@ -118,11 +120,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class WorkloadReport:
-    """What was found for one workload: Sennit first, then its peers."""
+    """What was found for one workload: Sennit first, then its peers.
+
+    ``parts`` is None on a GPU, which works after a call has returned, so that hooks on the host do not see its time.
+    """
 
     workload: Workload
     speeds: tuple[Speed, ...]
-    parts: TimeParts
+    parts: TimeParts | None
 
     @property
     def speedup(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Prompts to generate for: pieces of Python's own documentation, of given numbers of tokens."""
+"""Prompts to generate for, of given numbers of tokens: pieces of Python's own documentation, or random ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from sennit.errors import InvalidInput
 
-__all__ = ["Workload", "even_lengths", "make_workloads", "uneven_lengths"]
+__all__ = ["Workload", "even_lengths", "make_random_workload", "make_workloads", "spread_lengths", "uneven_lengths"]
 
 SPREAD = 0.05  # of the even lengths, to both sides of their mean
 SHORTEST = 7
@@ -49,6 +49,22 @@ def make_workloads(tokenizer: Any, *, count: int, mean: int) -> tuple[Workload, 
         Workload("even", _cut(text, even_lengths(count, mean))),
         Workload("uneven", _cut(text, uneven_lengths(count, mean))),
     )
+
+
+def make_random_workload(vocabulary: int, *, count: int, mean: int) -> Workload:
+    """``count`` prompts of random tokens, 0.4 to 1.6 times ``mean`` of them each, for models without a tokenizer."""
+    rng = np.random.default_rng(SEED)
+    lengths = spread_lengths(count, mean)
+    return Workload("random", tuple(tuple(rng.integers(0, vocabulary, length).tolist()) for length in lengths))
+
+
+def spread_lengths(count: int, mean: int) -> list[int]:
+    """Lengths from 0.4 to 1.6 times ``mean``, evenly spaced, in no order.
+
+    >>> sorted(spread_lengths(4, 2500))
+    [1000, 2000, 3000, 4000]
+    """
+    return _shuffled(np.linspace(1.6 * mean, 0.4 * mean, count))
 
 
 def even_lengths(count: int, mean: int) -> list[int]:

@@ -43,8 +43,8 @@ class Probe:
         """How to read the pages that a problem's rows see: once, with four dot products for every 64 bytes.
 
         Returns:
-            ``(bytes, reads)``: two ways, which prefetch into the first and into the second level of caches. Which is
-            faster, by half and more, depends on the processor. Each returns seconds, as :meth:`read` does.
+            ``(bytes, reads)``: two ways, which prefetch into the first and into the second level of caches. Which of
+            them is faster, sometimes by half, depends on the processor. Each returns seconds, as :meth:`read` does.
 
         Raises:
             UnsupportedFeature: rows of the pools are not made of whole lines of 64 bytes.

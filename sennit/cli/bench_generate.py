@@ -21,6 +21,7 @@ from sennit.cli.output import (
 )
 
 if TYPE_CHECKING:
+    from sennit.bench.generate_profile import TimeParts
     from sennit.bench.generate_results import Measurement, Options, Report, Speed, WorkloadReport
 
 __all__ = ["generate"]
@@ -30,9 +31,13 @@ def generate(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH_OR_ID", help="A folder, or a model's id on the hub.", show_default="SmolLM2-135M-Instruct"
+            metavar="PATH_OR_ID",
+            help="A folder, a model's id on the hub, or random:SHAPE for random weights: llama-3-8b, deepseek-v3-small "
+            "or llama-tiny.",
+            show_default="SmolLM2-135M-Instruct",
         ),
     ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:1.")] = "cpu",
     dtype: Annotated[Dtype, DTYPE] = Dtype.BFLOAT16,
     prompts: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts of each workload.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=4, metavar="N", help="Mean length of the prompts.")] = 1000,
@@ -52,7 +57,7 @@ def generate(
         Path | None, typer.Option(metavar="FILE", help="Write the JSON to a file too.", show_default=False)
     ] = None,
 ) -> None:
-    """Time greedy generation on the CPU for prompts of equal and of unequal lengths, beside transformers'.
+    """Time greedy generation for prompts of equal and of unequal lengths, beside transformers'.
 
     Sennit's tokens in float32 are first compared with transformers'; nothing is printed unless they agree.
 
@@ -61,8 +66,12 @@ def generate(
     Example: sennit bench generate --repeat 7 --full-check --out generate.json
 
     A short try: sennit bench generate --prompts 4 --prompt-tokens 200 --max-new-tokens 16
+
+    A GPU: sennit bench generate --device cuda --model random:llama-3-8b --prompts 64 --prompt-tokens 2500
     """
     import torch
+
+    from sennit.device import resolve_device
 
     try:
         with working("Loading transformers ..."):
@@ -83,6 +92,7 @@ def generate(
         peers=peers,
         thorough=full_check,
         engine=Sennit(backend, **settings),
+        device=str(resolve_device(device)),
     )
     report = _measure(options)
     found = _as_json(report, smollm2.NAME if model is None else model)
@@ -126,9 +136,12 @@ def _print(report: Report, model: str) -> None:
     for note in (
         f"Checked: {agreement.tokens} greedy tokens of {agreement.prompts} prompts are transformers' in float32.{ties}",
         "new/s: all new tokens over the whole time. prompt/s: until each prompt has one new token. decode/s: the rest.",
-        "Memory: most that is resident while generating, runtime and weights included"
+        "Memory: most that tensors take while generating, weights included."
+        if options.device != "cpu"
+        else "Memory: most that is resident while generating, runtime and weights included"
         + (", and loading, on this system." if any(each.loading_included for each in _measurements(report)) else "."),
-        f"Medians of {options.repeat}; {report.threads} threads; attention of sennit by backend {report.backend}.",
+        f"Medians of {options.repeat}; {options.device}, {report.threads} threads; attention of sennit by backend "
+        f"{report.backend}.",
     ):
         stdout.print(note, style="dim")
 
@@ -151,8 +164,9 @@ def _print_workload(found: WorkloadReport, report: Report, model: str) -> None:
         stdout.print(f"{speed.engine}: {speed.failure or speed.settings}", style="red" if speed.failure else "dim")
     if found.speedup is not None:
         stdout.print(f"{found.speedup:.2f} times as fast as the fastest of transformers", style="bold green")
-    shares = ", ".join(f"{found.parts.share(part):.0%} {part.value}" for part in Part)
-    stdout.print(f"Time of sennit, in a further run with hooks: {shares}.")
+    if found.parts is not None:
+        shares = ", ".join(f"{found.parts.share(part):.0%} {part.value}" for part in Part)
+        stdout.print(f"Time of sennit, in a further run with hooks: {shares}.")
     stdout.print()
 
 
@@ -179,6 +193,7 @@ def _as_json(report: Report, model: str) -> dict[str, Any]:
     host["versions"]["transformers"] = transformers.__version__
     return host | {
         "model": model,
+        "device": options.device,
         "dtype": None if options.dtype is None else str(options.dtype).removeprefix("torch."),
         "max_new_tokens": options.max_new_tokens,
         "backend": report.backend,
@@ -193,10 +208,14 @@ def _workload_as_json(found: WorkloadReport) -> dict[str, Any]:
         "prompt_lengths": found.workload.lengths,
         "engines": [_speed_as_json(speed) for speed in found.speeds],
         "speedup": found.speedup,
-        "profile": {
-            "seconds": {part.name.lower(): seconds for part, seconds in found.parts.seconds.items()},
-            "share_outside_linear_layers": found.parts.outside_linear,
-        },
+        "profile": None if found.parts is None else _profile_as_json(found.parts),
+    }
+
+
+def _profile_as_json(parts: TimeParts) -> dict[str, Any]:
+    return {
+        "seconds": {part.name.lower(): seconds for part, seconds in parts.seconds.items()},
+        "share_outside_linear_layers": parts.outside_linear,
     }
 
 

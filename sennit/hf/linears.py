@@ -7,21 +7,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 __all__ = ["few_row_linears", "linears_of"]
 
 
 def linears_of(model: Any) -> list[torch.nn.Linear]:
-    """A model's plain linear layers; not those of other classes, nor those whose ``forward`` somebody has replaced."""
-    return [module for module in model.modules() if type(module) is torch.nn.Linear and not _replaced(module)]
+    """A model's plain linear layers, without those of derived classes."""
+    return [module for module in model.modules() if type(module) is torch.nn.Linear]
 
 
 @contextmanager
 def few_row_linears(layers: Sequence[torch.nn.Linear]) -> Iterator[None]:
     """Where the CPU backend can, let these layers multiply few rows (decodes, chosen rows of the head) by its kernel.
 
-    Whatever else they are given goes to PyTorch, as before. Results are rounded once, to bfloat16, from float32 sums.
+    Whatever else they are given goes to PyTorch, as before, and layers whose ``forward`` somebody has replaced stay so.
+    Results are rounded once, to bfloat16, from float32 sums.
     """
     from sennit.backends.cpu import linear as kernel
 
@@ -40,11 +40,10 @@ def _replaced(layer: torch.nn.Linear) -> bool:
 
 
 def _forward(layer: torch.nn.Linear, kernel: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        weight, bias = layer.weight, layer.bias
-        if torch.compiler.is_compiling() or not kernel.can_multiply(input, weight, bias):
-            return functional.linear(input, weight, bias)
-        result: torch.Tensor = kernel.linear(input, weight, bias)
+    def forward(input: torch.Tensor) -> torch.Tensor:  # named as torch.nn.Linear's, for calls by keyword
+        if torch.compiler.is_compiling() or not kernel.can_multiply(input, layer.weight, layer.bias):
+            return type(layer).forward(layer, input)
+        result: torch.Tensor = kernel.linear(input, layer.weight, layer.bias)
         return result
 
     return forward

@@ -19,10 +19,11 @@ pytest.importorskip("transformers")
 from sennit.bench import generate, generate_profile
 from sennit.bench.fresh_process import forget_peak, peak_bytes, run_alone
 from sennit.bench.generate_check import Agreement, check_tokens, compare
-from sennit.bench.generate_engines import Continuous, Padded, Sennit, load_model
+from sennit.bench.generate_engines import Continuous, Padded, Sennit, load_model, peers_on
 from sennit.bench.generate_profile import Part, TimeParts, timed_parts
 from sennit.bench.generate_results import Measurement, Options, Speed, WorkloadReport
-from sennit.bench.generate_workloads import Workload, make_workloads
+from sennit.bench.generate_shapes import random_model
+from sennit.bench.generate_workloads import Workload, make_random_workload, make_workloads
 from sennit.bench.host import Activity, Observer
 from sennit.errors import InvalidInput, RequestFailed, SennitError
 
@@ -61,6 +62,35 @@ def test_lengths_that_there_is_no_text_for_are_refused(count, mean, argument):
     with pytest.raises(InvalidInput) as caught:
         make_workloads(letters, count=count, mean=mean)
     assert caught.value.argument == argument
+
+
+def test_random_prompts_have_the_lengths_that_were_asked_for():
+    workload = make_random_workload(512, count=64, mean=2500)
+    assert (min(workload.lengths), max(workload.lengths)) == (1000, 4000)
+    assert max(token for prompt in workload.prompts for token in prompt) == 511
+    assert make_random_workload(512, count=64, mean=2500) == workload
+
+
+def test_a_model_of_a_shape_is_always_the_same_and_others_are_refused_by_name():
+    one, other = (random_model("random:llama-tiny", torch.float32, "cpu") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    large = random_model("random:llama-3-8b", torch.bfloat16, "meta")
+    assert 8.0e9 < sum(p.numel() for p in large.parameters()) < 8.1e9
+    with pytest.raises(InvalidInput, match="random:deepseek-v3-small"):
+        random_model("random:gpt-5", torch.bfloat16, "cpu")
+
+
+def test_a_gpu_has_transformers_own_limits():
+    assert "its default limits" in peers_on("cuda:0")[1].settings
+    assert "max_requests_per_batch=4" in peers_on("cpu")[1].settings
+
+
+def test_a_model_of_a_shape_needs_no_tokenizer(sennit, in_process):
+    result = sennit("bench", "generate", "--model", "random:llama-tiny", *SHORT, "--no-peers", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["model"], found["device"]) == ("random:llama-tiny", "cpu")
+    assert [sorted(each["prompt_lengths"]) for each in found["workloads"]] == [[8, 20, 32]]
 
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.9995, 0.0], [0.0, 0.0, 5.0]])
@@ -144,7 +174,7 @@ def test_the_speedup_is_over_the_fastest_peer_that_ran():
 
 
 def test_the_report_has_every_engine_and_its_figures(sennit, in_process, model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "PEERS", (Padded(),))
+    monkeypatch.setattr(generate, "peers_on", lambda device: (Padded(),))
     out = tmp_path / "found.json"
     result = sennit("bench", "generate", "--model", str(model_folder), *SHORT, "--json", "--out", str(out))
     assert result.exit_code == 0, result.stderr
@@ -174,7 +204,7 @@ def test_engines_are_measured_in_turns(sennit, in_process, model_folder, monkeyp
         return real(say, job)
 
     monkeypatch.setattr(generate, "_measure", measure)
-    monkeypatch.setattr(generate, "PEERS", (Padded(),))
+    monkeypatch.setattr(generate, "peers_on", lambda device: (Padded(),))
     result = sennit("bench", "generate", "--model", str(model_folder), *SHORT, "--repeat", "2", "--json")
     turns = [("sennit", 19), ("generate", 19)] * 2 + [("sennit", 7), ("generate", 7)] * 2
     assert measured == turns

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from sennit.backends.cpu.instructions import instruction_set
+from sennit.backends.cpu.instructions import PAIR_SETS, instruction_set
 from sennit.plan.cost import KernelConfig, Strand
 from sennit.spec import AttentionSpec
 
@@ -52,7 +52,7 @@ BYTES = 12  # thousands that a core reads of scattered pages in a microsecond
 def kernel_configs(spec: AttentionSpec, threads: int) -> tuple[KernelConfig, ...]:
     """One configuration for each height of wide tiles; narrow ones have as many rows as the kernel takes."""
     name = instruction_set().name
-    if name in ("amx", "avx512_bf16") and not spec.dtype == spec.kv_dtype == torch.bfloat16:
+    if name in PAIR_SETS and not spec.dtype == spec.kv_dtype == torch.bfloat16:
         name = "avx512"
     bytes_per_key = spec.kv_bytes_per_token // spec.num_kv_heads
     return _configs(name, spec.head_dim_qk, spec.head_dim_vo, bytes_per_key, spec.group_size, threads)
@@ -64,7 +64,7 @@ def _configs(
 ) -> tuple[KernelConfig, ...]:
     speed = SPEEDS[name]
     narrow_rows = 8 if name == "amx" else instruction_set().lanes  # kNarrowRows of strands.h
-    vectors = SPEEDS["avx512"] if name in ("amx", "avx512_bf16") else speed  # narrow tiles multiply floats
+    vectors = SPEEDS["avx512"] if name in PAIR_SETS else speed  # narrow tiles, in floats or pairs, are not as dense
     row = (dim_qk + dim_vo) * 2
 
     def wide(rows: int) -> Strand:

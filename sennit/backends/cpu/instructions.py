@@ -11,10 +11,11 @@ from sennit.env import cpu_isa
 from sennit.errors import BuildUnavailable
 from sennit.jit import Toolchain, find_toolchain
 
-__all__ = ["InstructionSet", "instruction_set"]
+__all__ = ["PAIR_SETS", "InstructionSet", "instruction_set"]
 
 # From the most able to the least; a machine without any of them runs plain C++.
 ORDER = ("amx", "avx512_bf16", "avx512", "avx2", "neon")
+PAIR_SETS = ("amx", "avx512_bf16")  # that multiply pairs of bfloat16
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sennit import jit
-from sennit.backends.cpu.instructions import instruction_set
+from sennit.backends.cpu.instructions import PAIR_SETS, instruction_set
 from sennit.backends.cpu.printing import graph_source
 from sennit.env import cpu_isa
 from sennit.errors import BuildUnavailable
@@ -45,19 +45,15 @@ def cache_source() -> jit.Source:
     return jit.Source("cpu-cache", (("cache.cpp", (CSRC / "cache.cpp").read_text()),), CSRC, instruction_set().flags)
 
 
-def linear_source() -> jit.Source | None:
-    """Linear layers of few rows in bfloat16; None where the processor does not multiply pairs of them."""
-    kind = instruction_set()
-    if kind.name not in ("amx", "avx512_bf16"):
-        return None
-    return jit.Source("cpu-linear", (("linear.cpp", (CSRC / "linear.cpp").read_text()),), CSRC, kind.flags)
+def linear_source() -> jit.Source:
+    """Linear layers of few rows in bfloat16, for processors that multiply pairs of them."""
+    return jit.Source("cpu-linear", (("linear.cpp", (CSRC / "linear.cpp").read_text()),), CSRC, instruction_set().flags)
 
 
 def warm_sources() -> list[jit.Source]:
     """What most models need."""
     usual = [attention_source(dtype, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
-    linear = linear_source()
-    return [*usual, cache_source(), *([] if linear is None else [linear])]
+    return [*usual, cache_source(), *([linear_source()] if instruction_set().name in PAIR_SETS else [])]
 
 
 def check_libraries() -> None:

@@ -75,13 +75,16 @@ class ReferenceBackend:
         pages[target] = pages[source]
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Float32; float64 for float64, and on GPUs for float32, since their libraries add up thousands of products in a row."""
+    exact = dtype == torch.float64 or (dtype == torch.float32 and device.type == "cuda")
+    return torch.float64 if exact else torch.float32
 
 
 def _attend_segment(launch: Attend, segment: Segment) -> None:
     """All rows and heads of a segment over all its keys, some rows at a time."""
-    spec, dtype, device = launch.spec, _compute_dtype(launch.spec.dtype), launch.q.device
+    spec, device = launch.spec, launch.q.device
+    dtype = _compute_dtype(spec.dtype, device)
     at_once = max(1, LOGITS_AT_ONCE // max(1, segment.kv_len * spec.num_qo_heads))
     heads = torch.arange(spec.num_qo_heads, device=device).view(spec.num_kv_heads, 1, spec.group_size)
     for start in range(0, segment.q_len, at_once):
@@ -99,7 +102,7 @@ def _attend_segment(launch: Attend, segment: Segment) -> None:
 
 def _attend_items(launch: Attend) -> None:
     """Every worker's items in order, then the merges: what a kernel does with a plan."""
-    spec, dtype = launch.spec, _compute_dtype(launch.spec.dtype)
+    spec, dtype = launch.spec, _compute_dtype(launch.spec.dtype, launch.q.device)
     partial_rows = launch.arrays.merges.shape[0] and _partial_rows(launch)
     partial_out = torch.full((partial_rows, spec.head_dim_vo), torch.nan, dtype=dtype, device=launch.q.device)
     partial_lse = torch.full((partial_rows,), torch.nan, dtype=dtype, device=launch.q.device)

@@ -166,14 +166,21 @@ double read_pages(TensorView k, Optional<TensorView> v, TensorView pages, int64_
   const int64_t parts = k.size(2) * int64_t(pools.size()), count = pages.numel();
   return run(int(threads), [&](int thread) {
     const int64_t begin = share(count, thread, int(threads)), end = share(count, thread + 1, int(threads));
-    const auto chunk = [&](int64_t number) {
-      const int64_t page = begin + number / parts, part = number % parts;
-      return pools[part % pools.size()].at(ids[page], part / int64_t(pools.size()));
+    struct Place {
+      int64_t page, part;
+      void advance(int64_t parts) {
+        if (++part == parts) ++page, part = 0;
+      }
     };
-    const int64_t chunks = (end - begin) * parts;
+    const auto chunk = [&](Place place) {
+      const bool values = pools.size() == 2 && place.part % 2;
+      return pools[values].at(ids[place.page], pools.size() == 2 ? place.part / 2 : place.part);
+    };
+    Place ahead{begin, 0};
+    for (int i = 0; i < level; ++i) ahead.advance(parts);
     Sums sums;
-    for (int64_t number = 0; number < chunks; ++number)
-      sums.read<level>(chunk(number), rows, chunk(std::min(number + level, chunks - 1)));
+    for (Place place{begin, 0}; place.page < end; place.advance(parts), ahead.advance(parts))
+      sums.read<level>(chunk(place), rows, chunk(ahead.page < end ? ahead : place));
     sums.keep();
   });
 }

@@ -21,7 +21,8 @@ static void run_item(const AttentionLaunch& launch, const Item& item) {
 static void run_items(const AttentionLaunch& launch, ParallelFunction parallel, int threads) {
   const Plan& plan = launch.plan;
   std::vector<std::atomic<int64_t>> times(plan.num_workers);
-  // Heads of a wide item do not meet; a narrow one reads those of a page together, since they lie together.
+  // Heads of a wide item share nothing, so threads take them one by one; those of a narrow one stay together, because a
+  // page holds them side by side.
   ItemQueues queues(plan, [](const Item& item) { return item.num_rows > kNarrowRows; });
   run_tasks(parallel, threads, plan.num_workers, [&](int worker) {
     queues.run(worker, [&](const Item& item, int planned_for) {

@@ -15,13 +15,13 @@ static_assert(kOutputs % Products::kKeyRound == 0 && kOutputs <= Products::kBloc
 
 static thread_local Scratch inputs_memory, task_memory;
 
-struct Linear {
+struct LinearLaunch {
   const bf16 *x, *weight, *bias;  // [rows, dim], [outputs, dim], [outputs] or null
   bf16* y;                        // [rows, outputs]
   int64_t x_stride, weight_stride, y_stride;
   int rows, dim, outputs;
   int panels, units;
-  uint32_t* packed;  // inputs [panels, units, W]
+  uint32_t* packed;  // inputs [panels, units, W], in the calling thread's memory
 
   void pack() {
     panels = (rows + W - 1) / W;
@@ -49,9 +49,10 @@ struct Linear {
     for (int i = 0; i < kOutputs; ++i) weights[i] = weight + (first + std::min(i, count - 1)) * weight_stride;
     products.begin();
     products.take_keys(weights, kOutputs);
-    fetch(weights, 0, kAhead);
+    constexpr bool kFetches = kStep < kOutputs;  // matrix registers take all at once
+    if (kFetches) fetch(weights, 0, std::min(kAhead, count));
     for (int begin = 0; begin < kOutputs; begin += kStep) {
-      fetch(weights, begin + kAhead, begin + kAhead + kStep);
+      if (kFetches) fetch(weights, begin + kAhead, std::min(begin + kAhead + kStep, count));
       for (int panel = 0; panel < panels; ++panel)
         products.scores(packed + int64_t(panel) * units * W, begin, kStep, sums + (panel * kOutputs + begin) * W);
     }
@@ -61,7 +62,7 @@ struct Linear {
 
  private:
   void fetch(const bf16* const* weights, int begin, int end) const {
-    for (int i = begin; i < std::min(end, kOutputs); ++i)
+    for (int i = begin; i < end; ++i)
       for (int d = 0; d < dim; d += kVectorBytes / int(sizeof(bf16))) prefetch_to_l2(weights[i] + d);
   }
 
@@ -88,20 +89,20 @@ static void linear(Arguments& arguments) {
   const int threads = int(arguments.integer());
   const Tensor *x = arguments.tensor(), *weight = arguments.tensor(), *bias = arguments.tensor();
   const Tensor* y = arguments.tensor();
-  Linear linear{};
-  linear.x = Arguments::data_of<const bf16>(x);
-  linear.weight = Arguments::data_of<const bf16>(weight);
-  linear.bias = Arguments::data_of<const bf16>(bias);
-  linear.y = Arguments::data_of<bf16>(y);
-  linear.x_stride = x->strides[0];
-  linear.weight_stride = weight->strides[0];
-  linear.y_stride = y->strides[0];
-  linear.rows = int(x->shape[0]);
-  linear.dim = int(x->shape[1]);
-  linear.outputs = int(weight->shape[0]);
-  linear.pack();
-  const int tasks = (linear.outputs + kOutputs - 1) / kOutputs;
-  run_tasks(parallel, threads, tasks, [&](int task) { linear.run(task * kOutputs); });
+  LinearLaunch launch{};
+  launch.x = Arguments::data_of<const bf16>(x);
+  launch.weight = Arguments::data_of<const bf16>(weight);
+  launch.bias = Arguments::data_of<const bf16>(bias);
+  launch.y = Arguments::data_of<bf16>(y);
+  launch.x_stride = x->strides[0];
+  launch.weight_stride = weight->strides[0];
+  launch.y_stride = y->strides[0];
+  launch.rows = int(x->shape[0]);
+  launch.dim = int(x->shape[1]);
+  launch.outputs = int(weight->shape[0]);
+  launch.pack();
+  const int tasks = (launch.outputs + kOutputs - 1) / kOutputs;
+  run_tasks(parallel, threads, tasks, [&](int task) { launch.run(task * kOutputs); });
 }
 
 }  // namespace sennit

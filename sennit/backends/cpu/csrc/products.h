@@ -33,8 +33,8 @@ struct PairUnits {
 
 // Vectors of rows of a panel, V in what follows: by the number of registers, or one where there are few rows.
 constexpr int kMostVectors = W == 8 ? 2 : 4;
-// Keys, or columns of values, of a register tile of V vectors of rows: as many as there are sums to hide a product's
-// time.
+// Keys, or columns of values, of a register tile: so many that its sums, kTileKeys * V, are enough independent chains
+// to hide the latency of a multiply-add.
 template <int V>
 constexpr int kTileKeys = std::min(8, (W >= 16 ? 16 : 8) / V);
 constexpr int kColumns = 16;  // columns of values that are packed together

@@ -12,9 +12,9 @@ namespace sennit {
 
 class ItemQueues {
  public:
-  // divides(item): whether the heads of an item are taken one by one, so that few large items are shared evenly.
-  template <class Divides>
-  ItemQueues(const Plan& plan, Divides&& divides)
+  // by_heads(item): whether the heads of an item are taken one by one, so that few large items are shared evenly.
+  template <class ByHeads>
+  ItemQueues(const Plan& plan, ByHeads&& by_heads)
       : num_workers_(plan.num_workers), left_(new Left[plan.num_workers]), begin_(plan.num_workers) {
     for (int worker = 0; worker < num_workers_; ++worker) {
       begin_[worker] = parts_.size();
@@ -22,7 +22,7 @@ class ItemQueues {
         const int32_t* bounds = plan.worker_indptr + strand * (num_workers_ + 1) + worker;
         for (int i = bounds[0]; i < bounds[1]; ++i) {
           const Item& item = plan.items[i];
-          const int heads = divides(item) ? 1 : item.num_heads;
+          const int heads = by_heads(item) ? 1 : item.num_heads;
           for (int head = 0; head < item.num_heads; head += heads) parts_.push_back({&item, head, heads});
         }
       }
