@@ -76,7 +76,7 @@ class ReferenceBackend:
 
 
 def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Float32; float64 for float64, and on GPUs for float32, since their libraries add up thousands of products in a row."""
+    """Float32; float64 for float64, and for float32 on GPUs, where thousands of products are added up in a row."""
     exact = dtype == torch.float64 or (dtype == torch.float32 and device.type == "cuda")
     return torch.float64 if exact else torch.float32
 
