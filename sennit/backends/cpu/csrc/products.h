@@ -34,9 +34,9 @@ struct PairUnits {
 // Vectors of rows of a panel, V in what follows: by the number of registers, or one where there are few rows.
 constexpr int kMostVectors = W == 8 ? 2 : 4;
 // Keys, or columns of values, of a register tile: so many that its sums, kTileKeys * V, are enough independent chains
-// to hide the latency of a multiply-add.
+// to hide the latency of a multiply-add. AVX2 has half as many registers as the others.
 template <int V>
-constexpr int kTileKeys = std::min(8, (W >= 16 ? 16 : 8) / V);
+constexpr int kTileKeys = std::min(8, (W == 8 ? 8 : 16) / V);
 constexpr int kColumns = 16;  // columns of values that are packed together
 
 // W units of a row in their order: floats, or pairs of bf16.
