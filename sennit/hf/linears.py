@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,25 +25,33 @@ def few_row_linears(layers: Sequence[torch.nn.Linear]) -> Iterator[None]:
     """
     from sennit.backends.cpu import linear as kernel
 
-    changed = [layer for layer in layers if not _replaced(layer)] if kernel.ready() else []
+    changed = {layer: _FewRows(layer, kernel) for layer in layers if not _replaced(layer)} if kernel.ready() else {}
     try:
-        for layer in changed:
-            layer.__dict__["forward"] = _forward(layer, kernel)
+        for layer, forward in changed.items():
+            layer.__dict__["forward"] = forward
         yield
     finally:
-        for layer in changed:
-            layer.__dict__.pop("forward", None)
+        for layer, forward in changed.items():
+            if layer.__dict__.get("forward") is forward:
+                del layer.__dict__["forward"]
 
 
 def _replaced(layer: torch.nn.Linear) -> bool:
     return "forward" in layer.__dict__
 
 
-def _forward(layer: torch.nn.Linear, kernel: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(input: torch.Tensor) -> torch.Tensor:  # named as torch.nn.Linear's, for calls by keyword
+class _FewRows:
+    """A layer's ``forward`` for the duration of a step; copies that are made of the layer meanwhile have their own."""
+
+    def __init__(self, layer: torch.nn.Linear, kernel: Any) -> None:
+        self._layer, self._kernel = layer, kernel
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # named as torch.nn.Linear's, for calls by keyword
+        layer, kernel = self._layer, self._kernel
         if torch.compiler.is_compiling() or not kernel.can_multiply(input, layer.weight, layer.bias):
             return type(layer).forward(layer, input)
         result: torch.Tensor = kernel.linear(input, layer.weight, layer.bias)
         return result
 
-    return forward
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._layer, "forward")  # of a layer that is being copied and has no state yet: its class's

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -73,6 +75,33 @@ def test_layers_of_other_kinds_and_replaced_ones_are_left_alone(calls: list[int]
     assert calls == [1, 1, 1]
     assert torch.equal(layers[2](x), x)
     assert "forward" not in layers[1].__dict__
+
+
+def test_copies_that_are_made_meanwhile_compute_with_their_own_weights(calls: list[int]) -> None:
+    layer, x = torch.nn.Linear(32, 8).bfloat16(), torch.ones(1, 32, dtype=torch.bfloat16)
+    with torch.no_grad(), few_row_linears([layer]):
+        copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    for other in copies:
+        assert torch.equal(other(x), layer(x))
+        other.float().weight.data.zero_()
+        assert torch.equal(other(x.float())[0], other.bias)
+    assert not calls
+
+
+def test_a_forward_that_is_set_meanwhile_stays(calls: list[int]) -> None:
+    layer = torch.nn.Linear(32, 8).bfloat16()
+    with few_row_linears([layer]):
+        layer.forward = lambda x: -x
+    assert "forward" in layer.__dict__
+
+
+def test_transformed_calls_are_pytorchs(calls: list[int]) -> None:
+    layer, x = torch.nn.Linear(32, 8).bfloat16(), torch.randn(3, 2, 32).bfloat16()
+    with torch.no_grad(), few_row_linears([layer]):
+        assert torch.vmap(layer)(x).shape == (3, 2, 8)
+        with pytest.raises(RuntimeError):
+            layer(torch.tensor(1.0).bfloat16())
+    assert not calls
 
 
 def test_layers_are_themselves_again_after_an_error(calls: list[int]) -> None:

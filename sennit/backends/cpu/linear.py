@@ -30,10 +30,11 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
     Subclasses of tensors are how quantised, sharded and adapted weights come; they compute by themselves.
     """
+    if type(x) is not torch.Tensor or type(weight) not in PLAIN or not x.dim():
+        return False
     dim = x.shape[-1]
     return (
-        type(x) is torch.Tensor
-        and type(weight) in PLAIN
+        not torch._C._are_functorch_transforms_active()
         and x.dtype == weight.dtype == torch.bfloat16
         and x.is_cpu
         and weight.is_cpu
@@ -50,7 +51,7 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``, with sums in float32, for what :func:`can_multiply` holds.
+    """``x @ weight.T + bias``, with sums in float32, for what :func:`can_multiply` holds; subnormal numbers count as 0.
 
     PyTorch rearranges weights in every such call, which takes longer than reading them.
 
