@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
@@ -15,17 +14,16 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sennit.backends.base import Append, Attend, Support
-from sennit.backends.flashinfer.parts import Part, divide
+from sennit.backends.flashinfer.parts import Part, divide, new_keys
+from sennit.backends.gpus import ampere_or_newer, made_current
 from sennit.backends.merging import merge_states
 from sennit.errors import BackendUnavailable, UnsupportedFeature
 from sennit.plan.cost import KernelConfig, Strand
-from sennit.plan.tensors import PlanArrays
 from sennit.spec import AttentionSpec
 
 __all__ = ["FlashInferBackend"]
 
 PACKAGE, OLDEST = "flashinfer-python", (0, 6)
-LEAST_CAPABILITY = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 ALIGNED = 16  # bytes
@@ -70,14 +68,7 @@ class FlashInferBackend:
         if device.type != "cuda":
             return Support.no(f"it runs on GPUs, not on {device}")
         support = _installed()
-        if not support.accepted:
-            return support
-        if not torch.cuda.is_available():
-            return Support.no("PyTorch finds no GPU")
-        capability = torch.cuda.get_device_capability(device)
-        if capability < LEAST_CAPABILITY:
-            return Support.no(f"the GPU's capability {capability[0]}.{capability[1]} is below 8.0 (Ampere)")
-        return support
+        return ampere_or_newer(device) if support.accepted else support
 
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
         """Plain, windowed and soft-capped attention over pages, without what :data:`REFUSED` names."""
@@ -100,7 +91,7 @@ class FlashInferBackend:
 
     def attend(self, launch: Attend) -> None:
         """See :class:`~sennit.backends.base.Backend`."""
-        with _current(launch.q.device):
+        with made_current(launch.q.device):
             self._attend(launch)
 
     def _attend(self, launch: Attend) -> None:
@@ -243,10 +234,6 @@ def _aligned(q: torch.Tensor) -> torch.Tensor:
     return q.clone() if q.data_ptr() % ALIGNED else q
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def _on_device(rows: Any, device: torch.device) -> slice | torch.Tensor:
     """Rows as a slice where they follow each other."""
     first, last = int(rows[0]), int(rows[-1])
@@ -263,20 +250,9 @@ def _workspace(device: torch.device, stream: int) -> torch.Tensor:
 
 def _slots(launch: Append) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that are stored, and the slots that they go to, int64 on the device."""
-    rows, entries, offsets = (part.to(launch.k.device) for part in _new_keys(launch.arrays, launch.page_size))
+    found = new_keys(launch.arrays.segments, launch.page_size)
+    rows, entries, offsets = (torch.from_numpy(part).to(launch.k.device) for part in found)
     if launch.slots is None:
         return rows, launch.page_table[entries].long() * launch.page_size + offsets
     rows = rows[launch.slots[rows] >= 0]
     return rows, launch.slots[rows]
-
-
-def _new_keys(arrays: PlanArrays, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every new token with a position: its row, its entry in the page table, and its place in the page."""
-    segments = torch.from_numpy(arrays.segments).long()
-    _, q_start, q_len, kv_start, kv_len = segments[:, :5].T
-    owner = torch.repeat_interleave(q_len)
-    number = torch.arange(len(owner)) - (q_len.cumsum(0) - q_len)[owner]
-    position = (kv_len - q_len)[owner] + number
-    stored = position >= 0
-    owner, number, position = owner[stored], number[stored], position[stored]
-    return q_start[owner] + number, kv_start[owner] + position // page_size, position % page_size

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Part", "divide"]
+__all__ = ["Part", "divide", "new_keys"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -84,6 +84,21 @@ def divide(segments: npt.NDArray[np.int32], page_size: int) -> tuple[list[Part],
                 )
             )
     return parts, hidden
+
+
+def new_keys(segments: npt.NDArray[np.int32], page_size: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Of every new token with a position: its row, its entry in the page table, and its place in the page.
+
+    >>> table = np.zeros((2, 12), np.int32)  # request, q_start, q_len, kv_start, kv_len
+    >>> table[:, :5] = [0, 0, 2, 0, 5], [1, 2, 3, 2, 1]
+    >>> [column.tolist() for column in new_keys(table, 4)]
+    [[0, 1, 4], [0, 1, 2], [3, 0, 0]]
+    """
+    q_start, q_len, kv_start, kv_len = segments[:, 1:5].astype(np.int64).T
+    stored = np.minimum(q_len, kv_len)
+    position = _ranges(kv_len - stored, stored)
+    entries = kv_start.repeat(stored) + position // page_size
+    return _ranges(q_start + q_len - stored, stored), entries, position % page_size
 
 
 def _ranges(starts: IntArray, counts: IntArray) -> IntArray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
@@ -15,6 +14,7 @@ import torch
 
 from sennit import env
 from sennit.backends.base import Append, Attend, Support
+from sennit.backends.gpus import ampere_or_newer, made_current
 from sennit.backends.merging import merge_states
 from sennit.backends.triton.costs import TritonConfig, device_of, is_sixteen_bits, kernel_configs, possible_tile
 from sennit.backends.triton.variant import Variant
@@ -27,7 +27,6 @@ __all__ = ["TritonBackend"]
 _Value = TypeVar("_Value")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OLDEST = (3, 6)
-LEAST_CAPABILITY = (8, 0)
 ELEMENTS_AT_ONCE = 1024  # of a page that is copied
 APPENDED_ROWS, SEGMENTS_AT_ONCE = 4, 128
 FEWEST_COUNTERS = 4096
@@ -52,12 +51,7 @@ class TritonBackend:
         support = installed()
         if not support.accepted or wanted == "cpu":
             return support
-        if not torch.cuda.is_available():
-            return Support.no("PyTorch finds no GPU")
-        capability = torch.cuda.get_device_capability(device)
-        if capability < LEAST_CAPABILITY:
-            return Support.no(f"the GPU's capability {capability[0]}.{capability[1]} is below 8.0 (Ampere)")
-        return support
+        return ampere_or_newer(device)
 
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
         """Everything but float64."""
@@ -77,7 +71,7 @@ class TritonBackend:
         if not (arrays[Header.NUM_ITEMS] or fixed):
             return
         q, out = _dense_columns(launch.q), _dense_columns(launch.out)
-        with _current(q.device):
+        with made_current(q.device):
             _run(launch, q, out, fixed=fixed)
         if out is not launch.out:
             launch.out.copy_(out)
@@ -107,7 +101,7 @@ class TritonBackend:
             *(None if pool is None else pool.data_ptr() % ALIGNED for pool in (k, v, k_pages, v_pages)),
         )  # fmt: skip
         grid = (-(-rows // APPENDED_ROWS), spec.num_kv_heads, 1)
-        with _current(k.device):
+        with made_current(k.device):
             if (known := _appends.get(form)) is not None:
                 known[grid](*_addresses(tensors), *others)
             else:
@@ -123,7 +117,7 @@ class TritonBackend:
         sizes, strides = _runs(pages)
         if not len(source) or not prod(sizes):
             return
-        with _current(pages.device):
+        with made_current(pages.device):
             _kernels().copy_pages[(len(source), -(-prod(sizes) // ELEMENTS_AT_ONCE), 1)](
                 pages, source.long(), target.long(), *sizes, pages.stride(0), *strides,
                 elements=ELEMENTS_AT_ONCE, enable_fp_fusion=True,
@@ -354,13 +348,6 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """The device made the current one, on which Triton launches; nothing where it is that already."""
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 @cache
