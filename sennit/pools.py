@@ -138,5 +138,6 @@ def _check_tensor(name: str, tensor: torch.Tensor, spec: AttentionSpec, *, ndim:
 
 def _describe(value: object) -> str:
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
+        kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in value))
+        return f"a {type(value).__name__} of {len(value)}" + f" ({kinds})" * bool(kinds)
     return f"a {type(value).__name__}"

@@ -239,11 +239,12 @@ class Step:
     def _make_batches(self, reservation: Reservation) -> list[Batch]:
         """A batch a group over the live table rows: those of the device's own copy where there are many."""
         parts, slots, width = self._parts, reservation.slots, reservation.max_pages
-        starts, tables = np.append(0, np.cumsum(reservation.q_lens)), parts.sequences.tables
+        tables = parts.sequences.tables
         host = (pages[slots, :width] for pages in tables.pages)
         if self._options.into is not None:  # buffers hold a host table, and have room for pages, not for padding
             counts = pages_for(reservation.kv_lens, parts.sequences.page_size)
             used = np.arange(width) < counts[:, None]
+            starts = np.append(0, np.cumsum(reservation.q_lens))
             return [
                 Batch.csr(
                     qo_indptr=starts,
@@ -255,7 +256,7 @@ class Step:
             ]
         sent = len(tables.pages) * len(slots) * width <= most_entries_sent(parts.device)
         rows = host if sent else parts.mirror.rows(tables, slots, width)
-        return [Batch.padded(query_start_loc=starts, seq_lens=reservation.kv_lens, block_table=table) for table in rows]
+        return [Batch.of_table(reservation.q_lens, reservation.kv_lens, table) for table in rows]
 
     def _make_plans(self, batches: list[Batch]) -> list[Plan]:
         """A plan a layer, made once for each pair of group and spec."""

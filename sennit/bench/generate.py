@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -196,5 +197,6 @@ def _timed(model: Any, job: _Job, new: int) -> float:
     made = job.engine(model, job.prompts, new)
     seconds = time.perf_counter() - start
     if {len(tokens) for tokens in made} != {new} or len(made) != len(job.prompts):
-        raise SennitError(f"{job.engine.name} gave {sorted(map(len, made))} tokens instead of {new} a prompt")
+        found = ", ".join(f"{count} x {length}" for length, count in sorted(Counter(map(len, made)).items()))
+        raise SennitError(f"{job.engine.name} gave {found or 'no'} tokens instead of {len(job.prompts)} x {new}")
     return seconds

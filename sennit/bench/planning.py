@@ -16,6 +16,7 @@ from sennit.plan.cost import FloatArray, KernelConfig
 from sennit.plan.example import example_config
 from sennit.plan.plan import Plan, make_plan
 from sennit.plan.schedule import Item
+from sennit.plan.tensors import PlanArrays
 from sennit.spec import AttentionSpec
 
 __all__ = [
@@ -110,7 +111,7 @@ def measure(text: str, *, repeat: int = 400, warmup: int = 20, config: KernelCon
         minimum=float(times.min()),
         lower_quartile=lower,
         upper_quartile=upper,
-        items=plan.schedule.num_items,
+        items=plan.work.num_items,
         imbalance=imbalance(plan.loads),
         flashinfer=FLASHINFER_MICROSECONDS.get(text),
     )
@@ -138,9 +139,14 @@ def imbalance(loads: FloatArray) -> float:
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
+def _arrays(plan: Plan) -> PlanArrays:
+    """What kernels read of a plan."""
+    return PlanArrays(plan.tensors.host.numpy())
+
+
 def item_strands(plan: Plan) -> npt.NDArray[np.int64]:
     """Strand of every work item, int64 ``[items]``."""
-    bounds = plan.schedule.worker_indptr
+    bounds = _arrays(plan).worker_indptr
     return np.arange(len(bounds)).repeat(bounds[:, -1] - bounds[:, 0])
 
 
@@ -151,7 +157,7 @@ def check_coverage(plan: Plan) -> None:
         SennitError: it does not; the text names a tile that is wrong.
     """
     reached: dict[tuple[int, int, int, int], int] = {}  # segment, first row, rows, head -> keys up to here are covered
-    items = plan.schedule.items.T.tolist()
+    items = _arrays(plan).items.tolist()
     for segment, row, rows, first_head, heads, start, end, *_ in sorted(items, key=lambda item: item[Item.KEY_START]):
         for head in range(first_head, first_head + heads):
             tile = (segment, row, rows, head)
@@ -167,7 +173,7 @@ def check_coverage(plan: Plan) -> None:
 
 def _visible_keys(plan: Plan) -> dict[tuple[int, int, int, int], int]:
     """Keys that each tile's last row sees, from the definition."""
-    placed = zip(plan.schedule.items[Item.SEGMENT].tolist(), item_strands(plan).tolist(), strict=True)
+    placed = zip(_arrays(plan).items[:, Item.SEGMENT].tolist(), item_strands(plan).tolist(), strict=True)
     tile_rows = {segment: plan.config.strands[strand].tile_rows for segment, strand in placed}
     segments, group = plan.segments, plan.spec.group_size
     found = {}

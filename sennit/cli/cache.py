@@ -102,10 +102,11 @@ def warm(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
 
 
 def _sources() -> Sequence[Source]:
-    """What the CPU backend will want on this machine."""
+    """What plans and the CPU backend will want on this machine."""
     from sennit.backends.cpu import warm_sources
+    from sennit.plan.work import planner_source
 
-    return warm_sources()
+    return [planner_source(), *warm_sources()]
 
 
 def _described(entry: Entry) -> dict[str, Any]:

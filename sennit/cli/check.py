@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from sennit.check.selftest import Case, Outcome
+    from sennit.cli.checking import Finding, Job
 
 __all__ = ["check"]
 
@@ -41,6 +42,25 @@ class Tally:
     def cases(self) -> int:
         """Cases that have been run or skipped."""
         return self.passed + self.failed + self.skipped
+
+    def take(self, finding: Finding) -> str:
+        """Count what a case has come to; what is wrong, or an empty text."""
+        if finding.skipped is not None:
+            self.skipped += 1
+            self.reasons.add(finding.skipped)
+            return ""
+        outcome = finding.outcome
+        if outcome is None:
+            self.failed += 1
+            self.worst_ratio = float("inf")
+            return str(finding.error)
+        self.worst_ratio = max(self.worst_ratio, outcome.ratio)
+        self.seen.update(outcome.seen)
+        if outcome.passed:
+            self.passed += 1
+            return ""
+        self.failed += 1
+        return outcome.text
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,15 @@ def check(
     ] = None,
     long: Annotated[bool, typer.Option("--long", help="Make that 20000 batches and 1000000 operations.")] = False,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of everything random.")] = 0,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Processes that run cases: on a GPU most of the time is compiling.",
+            show_default="up to 8 on a GPU, 1 on a CPU",
+        ),
+    ] = None,
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Run only the cases with matching names, such as 'pages/*'.")
     ] = "*",
@@ -87,24 +116,22 @@ def check(
 
     Example: sennit check --random 1000 --seed 7
     """
-    from sennit.check.selftest import cases
+    from sennit.cli.checking import Battery
     from sennit.device import resolve_device
     from sennit.errors import InvalidInput
 
     target = resolve_device(device)
     num_random = (20_000 if long else 200) if num_random is None else num_random
     num_operations = (1_000_000 if long else 1_000) if num_operations is None else num_operations
-    chosen = [
-        (name, case)
-        for name in _backends(backend, target)
-        for case in cases(name, target, num_random=num_random, num_operations=num_operations, seed=seed)
-        if fnmatchcase(case.name, only)
-    ]
+    if jobs is None:
+        jobs = 1 if target.type == "cpu" else min(8, os.cpu_count() or 1)
+    batteries = [Battery(name, target, num_random, num_operations, seed) for name in _backends(backend, target)]
+    chosen = [(battery, case.name) for battery in batteries for case in battery.cases if fnmatchcase(case.name, only)]
     if not chosen:
         raise InvalidInput("--only", expected="a pattern that some case's name matches", got=repr(only))
     options = f"--device {target} --random {num_random} --operations {num_operations} --seed {seed}"
     start = perf_counter()
-    tallies, failures = _run(chosen, options)
+    tallies, failures = _run(chosen, jobs, options)
     if as_json:
         print_json(_as_json(tallies, failures, str(target), seed) | {"seconds": round(perf_counter() - start, 1)})
     else:
@@ -125,8 +152,10 @@ def _backends(backend: str | None, device: torch.device) -> list[str]:
     return found
 
 
-def _run(chosen: list[tuple[str, Case]], options: str) -> tuple[list[Tally], list[Failure]]:
+def _run(chosen: list[Job], jobs: int, options: str) -> tuple[list[Tally], list[Failure]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from sennit.cli.checking import find
 
     stderr = error_console()
     columns = (
@@ -135,41 +164,19 @@ def _run(chosen: list[tuple[str, Case]], options: str) -> tuple[list[Tally], lis
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    tallies: dict[tuple[str, str], Tally] = {}
-    failures: list[Failure] = []
+    groups = [(battery.backend, name.partition("/")[0]) for battery, name in chosen]
+    tallies = {key: Tally(*key) for key in groups}
+    failures: dict[Job, Failure] = {}
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        task = bar.add_task("", total=len(chosen))
-        for backend, case in chosen:
-            bar.update(task, description=f"{backend} {case.group}")
-            tally = tallies.setdefault((backend, case.group), Tally(backend, case.group))
-            if wrong := _run_case(case, tally):
-                repeat = f"sennit check --backend {backend} {options} --only '{case.name}'"
-                failures.append(Failure(backend, case.name, wrong, repeat))
-            bar.advance(task)
-    return list(tallies.values()), failures
-
-
-def _run_case(case: Case, tally: Tally) -> str:
-    """Run a case and count it; what is wrong, or an empty text."""
-    from sennit.errors import SennitError, UnsupportedFeature
-
-    try:
-        outcome: Outcome = case.run()
-    except UnsupportedFeature as error:
-        tally.skipped += 1
-        tally.reasons.add(error.reason)
-        return ""
-    except Exception as error:  # whatever a backend raises is a failure of that case, not the end of the test
-        tally.failed += 1
-        tally.worst_ratio = float("inf")
-        return str(error) if isinstance(error, SennitError) else f"{type(error).__name__}: {error}"
-    tally.worst_ratio = max(tally.worst_ratio, outcome.ratio)
-    tally.seen.update(outcome.seen)
-    if outcome.passed:
-        tally.passed += 1
-        return ""
-    tally.failed += 1
-    return outcome.text
+        task = bar.add_task("{} {}".format(*groups[0]), total=len(chosen))
+        for job, finding in find(chosen, num_processes=min(jobs, len(chosen))):
+            battery, name = job
+            tally = tallies[battery.backend, name.partition("/")[0]]
+            if wrong := tally.take(finding):
+                repeat = f"sennit check --backend {battery.backend} {options} --only '{name}'"
+                failures[job] = Failure(battery.backend, name, wrong, repeat)
+            bar.update(task, description=f"{tally.backend} {tally.group}", advance=1)
+    return list(tallies.values()), [failures[job] for job in chosen if job in failures]
 
 
 def _as_json(tallies: list[Tally], failures: list[Failure], device: str, seed: int) -> dict[str, Any]:

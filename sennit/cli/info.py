@@ -121,7 +121,7 @@ def _examine(name: str, device: Any) -> tuple[bool, str]:
 
 
 def _native() -> dict[str, Any]:
-    """What the CPU backend is compiled by, and for which of this machine's instructions; or why it cannot be."""
+    """What compiles the planner and the CPU backend, and for which instructions; or why nothing can."""
     from sennit.backends.cpu.instructions import instruction_set
     from sennit.errors import BuildUnavailable
     from sennit.jit import find_toolchain
@@ -166,7 +166,7 @@ def _print(found: dict[str, Any]) -> None:
         place = backend["auto_order"]
         order = f"choice {place}{', used' if backend['used_by_auto'] else ''}" if place else "by name only"
         backends.add_row(backend["device"], backend["backend"], accepted, order)
-    native = table("Compiler of the CPU backend", "compiler", "version", "instruction set")
+    native = table("Compiler of the planner and the CPU backend", "compiler", "version", "instruction set")
     made_by = found["native"]
     if made_by["problem"]:
         native.add_row(Text("none", "red"), Text("the reason is that of backend cpu", "dim"), "")

@@ -135,6 +135,11 @@ def prefix_sums(values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
     return sums
 
 
+def total(values: FloatArray) -> FloatArray:
+    """Sums over the last axis, added up in order: a compiled planner must come to the same."""
+    return values.cumsum(axis=-1)[..., -1] if values.shape[-1] else np.zeros(values.shape[:-1])
+
+
 def segment_times(segments: Segments, group_size: int, num_kv_heads: int, config: KernelConfig) -> FloatArray:
     """Times ``[2, strands, segments]``, on a worker and on the memory bus, of all tiles and heads of a segment."""
     tiles = np.ceil(segments.q_len * group_size / config.tile_rows[:, None])
@@ -180,7 +185,7 @@ def place(
         ``(strand [segments], time)``, where ``time`` is the predicted makespan before any imbalance.
     """
     times = segment_times(segments, group_size, num_kv_heads, config)
-    totals, bus_totals = times.sum(axis=2)
+    totals, bus_totals = total(times)
     if len(totals) == 1:
         return np.zeros(len(segments), np.int64), float(totals[0]) / config.num_workers
     if config.combine in ("turns", "apart"):
@@ -195,14 +200,14 @@ def place(
             float(bus_totals[int(count > 0)]),
         )
     else:
-        load = float(second @ strand)  # of the second strand
-        least = load + float(totals[0] - first @ strand)
-        on_bus = float(bus[1] @ strand + bus_totals[0] - bus[0] @ strand)
+        load = float(total(second * strand))  # of the second strand
+        least = load + float(totals[0] - total(first * strand))
+        on_bus = float(total(bus[1] * strand) + bus_totals[0] - total(bus[0] * strand))
     if config.combine == "sum":
         return strand, least / config.num_workers
     makespan = max(load, least - load, on_bus)
     # No placement takes less than half of the least time on both strands, or than the least on the bus.
-    if not alone and max(least / 2, float(np.minimum(*bus).sum())) < WORTH_DIVIDING * makespan:
+    if not alone and max(least / 2, float(total(np.minimum(*bus)))) < WORTH_DIVIDING * makespan:
         divided, time = _divide(first, second, bus)
         # A second strand brings more cuts and merges than are counted here.
         if time < WORTH_DIVIDING * makespan:
@@ -215,11 +220,11 @@ def _place_apart(times: FloatArray, config: KernelConfig) -> tuple[npt.NDArray[n
     device = times / config.workers[:, None]
     (first, second), bus = device
     strand = (second < first).astype(np.int64)
-    alone = np.array([float(first @ (1 - strand)), float(second @ strand)])
+    alone = np.array([float(total(first * (1 - strand))), float(total(second * strand))])
     if config.combine == "turns":
         return strand, float(alone.sum())
     fullest = (alone / _parts(config, alone) / strand_haste(config, alone)).max()
-    return strand, max(float(fullest), float(np.where(strand, bus[1], bus[0]).sum()))
+    return strand, max(float(fullest), float(total(np.where(strand, bus[1], bus[0]))))
 
 
 def strand_haste(config: KernelConfig, times: FloatArray) -> FloatArray:
@@ -232,7 +237,7 @@ def _parts(config: KernelConfig, alone: FloatArray) -> FloatArray:
 
     What strands are given are SMs, of which each has room for some workers.
     """
-    if not alone.all():
+    if len(alone) == 1 or not alone.all():
         return np.ones(len(alone))
     places = int(config.workers.min())
     hasty = alone / strand_haste(config, alone)
@@ -260,7 +265,7 @@ def share_workers(config: KernelConfig, totals: FloatArray) -> npt.NDArray[np.in
 
 def _divide(first: FloatArray, second: FloatArray, bus: FloatArray) -> tuple[npt.NDArray[np.int64], float]:
     """Divide segments, in the order of how much they prefer the first strand, where the fullest side is least."""
-    order = (first / np.maximum(second, 1e-9)).argsort()
+    order = (first / np.maximum(second, 1e-9)).argsort(kind="stable")
     before, bus_before = prefix_sums(first[order]), prefix_sums(bus[0, order])
     after, bus_after = (sums[-1] - sums for sums in (prefix_sums(second[order]), prefix_sums(bus[1, order])))
     fullest = np.maximum(np.maximum(before, after), bus_before + bus_after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,9 +17,10 @@ from sennit.plan.integers import INT32_MAX
 from sennit.plan.mask import device_mask
 from sennit.plan.schedule import Schedule, make_schedule
 from sennit.plan.segments import Segments, Window, from_batch, tree_words
-from sennit.plan.tensors import Extents, Layout, PlanTensors, pack
+from sennit.plan.tensors import Extents, Layout, PlanTensors, write_header, write_tables
 from sennit.plan.tree import Tree
 from sennit.plan.visible import largest_page
+from sennit.plan.work import Work, Write, make_work
 from sennit.spec import AttentionSpec
 
 __all__ = ["Plan", "make_plan", "plan_features"]
@@ -38,10 +40,10 @@ class Plan:
         batch: what was planned.
         page_size: tokens a page, or None for packed keys.
         backend: name of the backend.
-        config: the configuration chosen.
         split_size: keys of a fixed chunk, or None.
+        alone: strands were chosen for each request by itself.
         segments: query rows times keys.
-        schedule: work items, merges and predicted loads.
+        work: the configuration chosen, and what the work items come to.
         tensors: the tensor form.
     """
 
@@ -51,11 +53,31 @@ class Plan:
     batch: Batch
     page_size: int | None
     backend: str
-    config: KernelConfig
     split_size: int | None
+    alone: bool
     segments: Segments
-    schedule: Schedule
+    work: Work
     tensors: PlanTensors
+
+    @property
+    def config(self) -> KernelConfig:
+        """The configuration chosen."""
+        return self.work.config
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Work items, merges and predicted loads, for whoever looks at them: made again, since launches need none."""
+        heads = self.spec.group_size, self.spec.num_kv_heads
+        _, strand = choose_config(self.segments, *heads, [self.config], alone=self.alone)
+        return make_schedule(
+            self.segments,
+            strand,
+            group_size=heads[0],
+            num_kv_heads=heads[1],
+            config=self.config,
+            page_size=self.page_size,
+            split_size=self.split_size,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -79,8 +101,8 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"Plan({self.batch}, {self.backend}/{self.config.name}, {self.schedule.num_items} items, "
-            f"{self.schedule.num_merges} merges, {self.config.num_workers} workers)"
+            f"Plan({self.batch}, {self.backend}/{self.config.name}, {self.work.num_items} items, "
+            f"{self.work.num_merges} merges, {self.config.num_workers} workers)"
         )
 
 
@@ -145,16 +167,10 @@ def make_plan(
         )  # fmt: skip
     mask = None if packed_mask is None else device_mask(packed_mask, batch, device, fixed=into is not None)
     fixed = split_size is not None or into is not None
-    config, strand = choose_config(segments, spec.group_size, spec.num_kv_heads, configs, alone=fixed)
-    schedule = make_schedule(
-        segments,
-        strand,
-        group_size=spec.group_size,
-        num_kv_heads=spec.num_kv_heads,
-        config=config,
-        page_size=page_size,
-        split_size=split_size,
-    )
+    work, write = make_work(
+        segments, configs, group_size=spec.group_size, num_kv_heads=spec.num_kv_heads, page_size=page_size,
+        split_size=split_size, alone=fixed,
+    )  # fmt: skip
     extents = Extents(
         generation=0 if into is None else into.generation + 1,
         num_rows=batch.num_rows,
@@ -163,23 +179,23 @@ def make_plan(
         largest_slot_page=-1 if page_size is None else _largest_slot(batch) // page_size,
         num_key_rows=_key_rows(batch),
     )
-    if max(schedule.num_partial_rows, extents.largest_slot_page, extents.num_key_rows) > INT32_MAX:
+    if max(work.num_partial_rows, extents.largest_slot_page, extents.num_key_rows) > INT32_MAX:
         raise InvalidInput(
             "batch",
             expected=f"at most {INT32_MAX} partial rows, page ids and key rows",
-            got=f"{schedule.num_partial_rows}, {extents.largest_slot_page} and {extents.num_key_rows}",
+            got=f"{work.num_partial_rows}, {extents.largest_slot_page} and {extents.num_key_rows}",
             hint="use a larger split_size, or smaller slots and starts",
         )
-    tensors = _make_tensors(batch, segments, schedule, config, extents, device, mask, into)
-    key = f"{owner}/{backend}/{config.name}"
-    return Plan(owner, key, spec, batch, page_size, backend, config, split_size, segments, schedule, tensors)
+    tensors = _make_tensors(batch, segments, work, write, extents, device, mask, into)
+    key = f"{owner}/{backend}/{work.config.name}"
+    return Plan(owner, key, spec, batch, page_size, backend, split_size, fixed, segments, work, tensors)
 
 
 def _make_tensors(
     batch: Batch,
     segments: Segments,
-    schedule: Schedule,
-    config: KernelConfig,
+    work: Work,
+    write: Write,
     extents: Extents,
     device: torch.device,
     mask: torch.Tensor | None,
@@ -191,10 +207,10 @@ def _make_tensors(
         entries, table = torch.from_numpy(table), None  # the batch's own copy serves as it is
     layout = Layout(
         segments=len(segments),
-        items=schedule.num_items,
-        merges=schedule.num_merges,
-        strands=len(config.strands),
-        workers=config.num_workers,
+        items=work.num_items,
+        merges=work.num_merges,
+        strands=len(work.config.strands),
+        workers=work.config.num_workers,
         trees=int(tree_words(segments.tree_len, segments.q_len).sum()) if segments.trees else 0,
         table=0 if table is None else table.size,
     )
@@ -205,13 +221,15 @@ def _make_tensors(
             )
         if isinstance(batch.slot_mapping, np.ndarray):
             raise UnsupportedFeature("slot_mapping", "with into= it must be a device tensor, whose address you keep")
-        into.check(layout, extents.num_rows, schedule.num_partial_rows)
+        into.check(layout, extents.num_rows, work.num_partial_rows)
         layout = into.layout
     *_, table_at, total = layout.offsets
     array = np.empty(total, np.int32)
-    pack(array, layout, segments, schedule, table, extents)
+    host = torch.from_numpy(array)
+    write_header(array, layout, extents, (len(segments), work.num_items, work.num_merges, work.num_partial_rows))
+    write(host, layout)
+    write_tables(array, layout, segments, table)
     if into is None:
-        host = torch.from_numpy(array)
         on_device = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
     else:
         into.write(array)

@@ -243,6 +243,7 @@ def _partials(
     merges[Merge.NUM_PARTS, -1] = len(at) - begins[-1]
     merges[Merge.STRIDE] = rows[begins]
     merges[Merge.STRAND] = line.strand[block[at[begins]]]
+    merges[Merge.STRAND + 1 :] = 0
     return merges, int(offsets[-1])
 
 

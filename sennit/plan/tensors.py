@@ -13,7 +13,17 @@ from sennit.plan.integers import IntArray
 from sennit.plan.schedule import ROW_WIDTH, Schedule
 from sennit.plan.segments import Segments
 
-__all__ = ["Extents", "Header", "Layout", "PlanArrays", "PlanTensors", "pack"]
+__all__ = [
+    "SEGMENT_FIELDS",
+    "Extents",
+    "Header",
+    "Layout",
+    "PlanArrays",
+    "PlanTensors",
+    "write_header",
+    "write_sections",
+    "write_tables",
+]
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -95,7 +105,7 @@ class PlanTensors:
     """What an operator receives of a plan.
 
     Attributes:
-        host: int32 ``[words]`` on the CPU, the array of :func:`pack`.
+        host: int32 ``[words]`` on the CPU, the array that the functions below write.
         device: the same on the plan's device (the same tensor on a CPU).
         page_table: int32 ``[entries]`` on the plan's device; empty for packed keys.
         stamp: int32 ``[1]`` on the CPU, the generation of ``host`` for which the plan was made.
@@ -114,7 +124,7 @@ class PlanTensors:
 
 
 class PlanArrays:
-    """Named views into the array of :func:`pack`: int32 ``[rows, ROW_WIDTH]`` sections and header words.
+    """Named views into the array that the functions below write: int32 ``[rows, ROW_WIDTH]`` sections and header words.
 
     Columns are those of ``Item``, ``Merge`` and, for segments, the fields of ``Segments``.
     """
@@ -160,25 +170,15 @@ class PlanArrays:
         return self._array[start : start + rows * ROW_WIDTH].reshape(rows, ROW_WIDTH)
 
 
-def pack(
-    array: Int32Array,
-    layout: Layout,
-    segments: Segments,
-    schedule: Schedule,
-    table: IntArray | None,
-    extents: Extents,
-) -> None:
-    """Write a plan into ``array``.
+def write_header(array: Int32Array, layout: Layout, extents: Extents, counts: tuple[int, int, int, int]) -> None:
+    """Write the header.
 
     Args:
         array: int32 ``[layout.offsets[-1]]``.
         layout: capacities of the sections.
-        segments: the segments.
-        schedule: items, merges and worker bounds.
-        table: page ids to keep in the array, or None.
-        extents: the other header words.
+        extents: what neither layout nor counts say.
+        counts: segments, items, merges and partial rows that there are.
     """
-    segments_at, items_at, workers_at, merges_at, trees_at, table_at, _ = layout.offsets
     header = (
         extents.generation,
         extents.num_rows,
@@ -186,30 +186,33 @@ def pack(
         extents.largest_page,
         extents.largest_slot_page,
         extents.num_key_rows,
-        len(segments),
-        schedule.num_items,
-        schedule.num_merges,
-        schedule.num_partial_rows,
+        *counts,
         layout.strands,
         layout.workers,
-        segments_at,
-        items_at,
-        workers_at,
-        merges_at,
-        trees_at,
-        table_at,
+        *layout.offsets[:-1],
     )
     array[: len(header)] = header
+
+
+def write_sections(array: torch.Tensor, layout: Layout, *, segments: Segments, schedule: Schedule) -> None:
+    """Write segments, items, workers and merges into a plan's array."""
+    target: Int32Array = array.numpy()
+    segments_at, items_at, workers_at, merges_at, *_ = layout.offsets
     for at, rows in ((items_at, schedule.items), (merges_at, schedule.merges)):
-        array[at : at + rows.size].reshape(-1, ROW_WIDTH)[:] = rows.T
+        target[at : at + rows.size].reshape(-1, ROW_WIDTH)[:] = rows.T
     columns = np.zeros((ROW_WIDTH, len(segments)), np.int32)  # written row by row, which is faster, and then turned
     for column, name in enumerate(SEGMENT_FIELDS):
         columns[column] = getattr(segments, name)
-    array[segments_at : segments_at + columns.size].reshape(-1, ROW_WIDTH)[:] = columns.T
+    target[segments_at : segments_at + columns.size].reshape(-1, ROW_WIDTH)[:] = columns.T
+    target[workers_at : workers_at + schedule.worker_indptr.size] = schedule.worker_indptr.ravel()
+
+
+def write_tables(array: Int32Array, layout: Layout, segments: Segments, table: IntArray | None) -> None:
+    """Write token trees, and page ids that the array is to hold."""
+    *_, trees_at, table_at, _ = layout.offsets
     for tree, at, q_len in zip(segments.trees, segments.tree_at.tolist(), segments.q_len.tolist(), strict=False):
         if tree is not None:
             words = tree.words(q_len)
             array[trees_at + at : trees_at + at + len(words)] = words
-    array[workers_at : workers_at + schedule.worker_indptr.size] = schedule.worker_indptr.ravel()
     if table is not None:
         array[table_at : table_at + table.size] = table

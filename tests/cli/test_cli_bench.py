@@ -8,12 +8,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from sennit.bench import planning
 from sennit.errors import InvalidInput, SennitError
 from sennit.plan.batch import Batch
 from sennit.plan.example import example_config
 from sennit.plan.schedule import Item
+from sennit.plan.tensors import Extents, Layout, PlanArrays, write_header
 
 
 def make(text, config=None):
@@ -27,32 +29,44 @@ def test_plans_of_all_workloads_cover_their_batches(text, combine):
 
 
 def change(plan, items):
-    indptr = plan.schedule.worker_indptr.copy()
-    indptr[-1, -1] = items.shape[1]
-    return dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, items=items, worker_indptr=indptr))
+    """The plan with other items, in the array that kernels read."""
+    layout = Layout(len(plan.segments), len(items), 0, len(plan.config.strands), plan.config.num_workers, 0, 0)
+    array = np.zeros(layout.offsets[-1], np.int32)
+    extents = Extents(0, plan.num_rows, plan.batch.num_tokens, 0, 0, 0)
+    write_header(array, layout, extents, (len(plan.segments), len(items), 0, 0))
+    _, items_at, workers_at, *_ = layout.offsets
+    array[items_at : items_at + items.size] = items.ravel()
+    indptr = arrays(plan).worker_indptr.copy()
+    indptr[-1, -1] = len(items)
+    array[workers_at : workers_at + indptr.size] = indptr.ravel()
+    return dataclasses.replace(plan, tensors=dataclasses.replace(plan.tensors, host=torch.from_numpy(array)))
+
+
+def arrays(plan):
+    return PlanArrays(plan.tensors.host.numpy())
 
 
 def _drop(items):
-    return np.delete(items, 3, axis=1)
+    return np.delete(items, 3, axis=0)
 
 
 def _twice(items):
-    return np.concatenate([items, items[:, 3:4]], axis=1)
+    return np.concatenate([items, items[3:4]])
 
 
 def _shorten(items):
-    items[Item.KEY_END, 3] -= 1
+    items[3, Item.KEY_END] -= 1
     return items
 
 
 def _gap(items):
-    at = int((items[Item.KEY_START] > 0).argmax())
-    items[Item.KEY_START, at] += 64
+    at = int((items[:, Item.KEY_START] > 0).argmax())
+    items[at, Item.KEY_START] += 64
     return items
 
 
 def _head(items):
-    items[Item.HEAD_START, 3] += 1
+    items[3, Item.HEAD_START] += 1
     return items
 
 
@@ -60,13 +74,13 @@ def _head(items):
 def test_a_plan_that_misses_or_repeats_work_is_refused(fault):
     plan = make("300@1000 + 5*1@4000")
     with pytest.raises(SennitError, match="a bug in Sennit"):
-        planning.check_coverage(change(plan, fault(plan.schedule.items.copy())))
+        planning.check_coverage(change(plan, fault(arrays(plan).items.copy())))
 
 
 def test_a_segment_that_no_strand_has_is_noticed():
     plan, other = make("1@50 + 1@60"), make("1@50")
     with pytest.raises(SennitError, match="a bug in Sennit"):
-        planning.check_coverage(dataclasses.replace(plan, schedule=other.schedule))
+        planning.check_coverage(dataclasses.replace(plan, tensors=other.tensors))
 
 
 def test_statistics_are_of_the_times_between_start_and_end(monkeypatch):
@@ -90,7 +104,7 @@ def test_a_wrong_plan_is_not_timed(sennit, monkeypatch):
 
     def wrong(*arguments, **options):
         plan = make_plan(*arguments, **options)
-        return change(plan, _drop(plan.schedule.items))
+        return change(plan, _drop(arrays(plan).items))
 
     monkeypatch.setattr(planning, "make_plan", wrong)
     result = sennit("bench", "plan", "9*1@500", "--repeat", "1")

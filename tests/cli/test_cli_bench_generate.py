@@ -255,7 +255,7 @@ def test_an_engine_that_stops_early_is_no_result(sennit, in_process, model_folde
     monkeypatch.setattr(Sennit, "__call__", lazy)
     result = sennit("bench", "generate", "--model", str(model_folder), *SHORT, "--no-peers")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "gave [2, 2, 2] tokens instead of 4" in result.stderr
+    assert "gave 3 x 2 tokens instead of 3 x 4" in result.stderr
 
 
 def test_what_cannot_work_is_refused_before_anything_is_measured(sennit, model_folder, tmp_path, monkeypatch):

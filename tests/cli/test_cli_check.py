@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 
 import pytest
 
+from sennit.check.outcome import Outcome
 from sennit.check.selftest import cases
+from sennit.cli import checking
+from sennit.cli.checking import Finding
 from sennit.errors import UnsupportedFeature
 
 BATTERY = [case for case in cases("reference-items", num_random=6) if case.group not in ("pages", "dims")]
@@ -133,6 +137,35 @@ def test_long_is_a_million_operations_and_20000_batches_of_which_each_runs_alone
     fewer = sennit(*options, "--operations", "300", "--random", "3", "--only", "operations/*")
     assert "2 of 2 cases right" in fewer.stdout
     assert "fork" in fewer.stdout
+
+
+def test_several_processes_find_what_one_does(sennit):
+    options = ("check", "--backend", "reference", "--random", "3", "--operations", "30", "--only", "[lro]*", "--json")
+    one, several = (json.loads(sennit(*options, "--jobs", jobs).stdout) for jobs in ("1", "3"))
+    for found in (one, several):
+        del found["seconds"]
+    assert several == one
+    assert several["passed"]
+
+
+def dying(say, jobs):
+    """Stands for a process in which the second case ends Python."""
+    say(Finding(outcome=Outcome(0.0, jobs[0][1])))
+    if len(jobs) > 1:
+        os._exit(3)
+
+
+def test_a_process_that_dies_has_failed_one_case_and_another_goes_on(monkeypatch):
+    monkeypatch.setattr(checking, "_serve", dying)
+    battery = checking.Battery("reference", "cpu", 0, 0, 0)
+    jobs = [(battery, f"lengths/{index}") for index in range(6)]
+    found = dict(checking.find(jobs, num_processes=2))
+    assert list(map(found.get, jobs[:4])) == [
+        Finding(outcome=Outcome(0.0, "lengths/0")), Finding(outcome=Outcome(0.0, "lengths/1")),
+        Finding(error="the process ended with exit code 3 and without an answer"),
+        Finding(error="the process ended with exit code 3 and without an answer"),
+    ]  # fmt: skip
+    assert all(finding.outcome for finding in map(found.get, jobs[4:]))
 
 
 def test_what_is_not_supported_is_skipped_with_the_reason_and_not_failed(sennit, add_backend):

@@ -16,7 +16,7 @@ LAYERS = [
     ["errors", "env"],
     ["variants"],
     ["spec", "device", "pools"],
-    ["cache", "plan", "jit"],
+    ["jit", "cache", "plan"],
     ["backends", "ops"],
     ["attention", "states", "step", "kvcache"],
     ["hf", "compat", "check", "bench", "cli"],

@@ -266,6 +266,13 @@ def test_side_by_side_strands_share_a_step_that_either_alone_would_slow():
     assert len(set(preferred.tolist())) == 1
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+def test_one_strand_that_could_share_the_device_has_all_of_it(workers):
+    config = KernelConfig("one", (replace(WIDE, workers=workers),), workers, "apart")
+    plan = plan_of("256@256", config)
+    assert (plan.loads > 0).sum() == workers
+
+
 def test_the_tensor_form_reads_back_as_the_plan():
     plan = plan_of("9@40 + 3*1@900", CONFIGS[0])
     arrays = PlanArrays(plan.tensors.host.numpy())

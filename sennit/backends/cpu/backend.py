@@ -13,7 +13,6 @@ from sennit.backends.base import Append, Attend, Support
 from sennit.backends.cpu.costs import kernel_configs
 from sennit.backends.cpu.failures import built
 from sennit.backends.cpu.libraries import (
-    ELEMENTS,
     attention_source,
     cache_source,
     check_libraries,
@@ -21,6 +20,7 @@ from sennit.backends.cpu.libraries import (
     graph_address,
 )
 from sennit.backends.cpu.threads import parallel_function
+from sennit.backends.floats import computed_in_float32, dense_columns
 from sennit.backends.merging import merge_states
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
@@ -45,10 +45,8 @@ class CpuBackend:
 
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
         """Everything but float64; what a spec needs is built here, so that a failure to build is a reason."""
-        for field in ("dtype", "kv_dtype"):
-            if (dtype := getattr(spec, field)) not in ELEMENTS:
-                return Support.no(f"{field}={dtype} is not computed in float32, which is all that it has")
-        return built(_libraries, spec)
+        support = computed_in_float32(spec)
+        return built(_libraries, spec) if support.accepted else support
 
     def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
         """See :func:`~sennit.backends.cpu.costs.kernel_configs`."""
@@ -61,7 +59,7 @@ class CpuBackend:
         if partial_rows:
             partials = torch.empty(partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
             partial_out, partial_lse = partials.split([partial_rows * spec.head_dim_vo, partial_rows])
-        out = _dense_columns(launch.out)  # with what it holds, since rows without a request are left as they are
+        out = dense_columns(launch.out)  # with what it holds, since rows without a request are left as they are
         _attention(spec.dtype, spec.kv_dtype)(
             parallel_function(),
             torch.get_num_threads(),
@@ -70,7 +68,7 @@ class CpuBackend:
             None if launch.kv_lens is None else launch.kv_lens.contiguous(),
             launch.page_size or 0,
             spec.group_size,
-            _dense_columns(launch.q),
+            dense_columns(launch.q),
             launch.k,
             launch.v,
             out,
@@ -101,8 +99,8 @@ class CpuBackend:
             launch.page_table,
             None if launch.kv_lens is None else launch.kv_lens.contiguous(),
             launch.slots,
-            _dense_columns(launch.k),
-            None if launch.v is None else _dense_columns(launch.v),
+            dense_columns(launch.k),
+            None if launch.v is None else dense_columns(launch.v),
             launch.k_pages,
             launch.v_pages,
         )
@@ -145,7 +143,3 @@ def _copy_pages() -> Callable[..., Any]:
 def _libraries(spec: AttentionSpec) -> None:
     """Build all that a spec needs, unless it is there."""
     _attention(spec.dtype, spec.kv_dtype), _append(), graph_address(spec)
-
-
-def _dense_columns(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

@@ -14,7 +14,8 @@ import torch
 
 from sennit import env
 from sennit.backends.base import Append, Attend, Support
-from sennit.backends.gpus import ampere_or_newer, made_current
+from sennit.backends.floats import computed_in_float32, dense_columns
+from sennit.backends.gpus import ampere_or_newer, current_stream, made_current
 from sennit.backends.merging import merge_states
 from sennit.backends.triton.costs import TritonConfig, device_of, is_sixteen_bits, kernel_configs, possible_tile
 from sennit.backends.triton.variant import Variant
@@ -25,7 +26,6 @@ from sennit.spec import AttentionSpec
 __all__ = ["TritonBackend"]
 
 _Value = TypeVar("_Value")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OLDEST = (3, 6)
 ELEMENTS_AT_ONCE = 1024  # of a page that is copied
 APPENDED_ROWS, SEGMENTS_AT_ONCE = 4, 128
@@ -55,10 +55,7 @@ class TritonBackend:
 
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
         """Everything but float64."""
-        for name in ("dtype", "kv_dtype"):
-            if (dtype := getattr(spec, name)) not in DTYPES:
-                return Support.no(f"{name}={dtype} is not computed in float32, which is all that it has")
-        return Support.yes()
+        return computed_in_float32(spec)
 
     def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
         """See :func:`~sennit.backends.triton.costs.kernel_configs`."""
@@ -70,7 +67,7 @@ class TritonBackend:
         fixed = arrays[Header.GENERATION] > 0  # a graph of this launch serves other plans at the same addresses
         if not (arrays[Header.NUM_ITEMS] or fixed):
             return
-        q, out = _dense_columns(launch.q), _dense_columns(launch.out)
+        q, out = dense_columns(launch.q), dense_columns(launch.out)
         with made_current(q.device):
             _run(launch, q, out, fixed=fixed)
         if out is not launch.out:
@@ -81,7 +78,7 @@ class TritonBackend:
         rows = launch.k.shape[0]
         if not rows:
             return
-        k, v = _dense_columns(launch.k), None if launch.v is None else _dense_columns(launch.v)
+        k, v = dense_columns(launch.k), None if launch.v is None else dense_columns(launch.v)
         spec, k_pages, v_pages = launch.spec, launch.k_pages, launch.v_pages
         strides = (
             *k.stride()[:2],
@@ -240,7 +237,7 @@ def merge_counters(device: torch.device, count: int) -> torch.Tensor:
     """At least ``count`` zeros for kernels to count merges with, which leave zeros behind."""
     if device.type == "cpu" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
         return torch.zeros(count, dtype=torch.int32, device=device)
-    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    key = device.index, current_stream(device)
     known = _counters.get(key)
     if known is None or len(known) < count:
         known = _counters[key] = torch.zeros(max(count, FEWEST_COUNTERS), dtype=torch.int32, device=device)
@@ -336,10 +333,6 @@ def _runs(pages: torch.Tensor) -> tuple[list[int], list[int]]:
             strides.insert(0, stride)
     missing = 4 - len(sizes)
     return [1] * missing + sizes, [0] * missing + strides
-
-
-def _dense_columns(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,0 +1,174 @@
+// The twin of plan/cost.py: the time that segments take on strands, and which strand each is put on.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "inputs.h"
+
+namespace sennit {
+
+constexpr double kWorthDividing = 0.97;
+
+struct Placement {
+  std::vector<int> strand;  // of each segment
+  double makespan;
+};
+
+using Times = std::vector<double>;
+
+inline double sum(const Times& values) { return std::accumulate(values.begin(), values.end(), 0.0); }
+
+// Of the values of segments on one strand.
+inline double sum_of(const Times& values, const std::vector<int>& strand, int wanted) {
+  double total = 0;
+  for (size_t i = 0; i < values.size(); ++i) total += strand[i] == wanted ? values[i] : 0.0;
+  return total;
+}
+
+// Times of every segment on each strand: on a worker, and on the memory bus.
+inline void segment_times(const Segments& segments, const Config& config, const Options& options, Times (&worker)[2],
+                          Times (&bus)[2]) {
+  const int64_t count = segments.count;
+  Times tiles[2];
+  double most = 0;
+  for (int s = 0; s < config.num_strands; ++s) {
+    tiles[s].resize(count);
+    for (int64_t i = 0; i < count; ++i) {
+      tiles[s][i] = std::ceil(double(segments.q_len[i] * options.group_size) / double(config.strands[s].tile_rows));
+      most = std::max(most, tiles[s][i]);
+    }
+  }
+  for (int s = 0; s < config.num_strands; ++s) {
+    const Strand& strand = config.strands[s];
+    worker[s].resize(count), bus[s].resize(count);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t q_len = segments.q_len[i], kv_len = segments.kv_len[i];
+      const bool causal = segments.causal[i] > 0;
+      double of_segment = tiles[s][i], keys = double(kv_len);
+      if (most > 1) keys -= double(segments.causal[i] * q_len) * (0.5 - 0.5 / std::max(of_segment, 1.0));
+      if (options.windowed) {
+        const bool all = options.window_left < 0 || options.inexact;
+        const int64_t behind = all ? kv_len : options.window_left + options.num_sinks;
+        const int64_t ahead = causal ? 0 : options.window_right < 0 ? kv_len : options.window_right;
+        keys = std::min(keys, double(behind + ahead) + double(q_len) / std::max(of_segment, 1.0));
+      }
+      const double steps = std::ceil(keys / double(strand.key_step));
+      of_segment *= double(options.num_heads);
+      worker[s][i] = of_segment * (strand.item_time + steps * strand.step_time);
+      bus[s][i] = of_segment * (steps * strand.memory_time);
+    }
+  }
+}
+
+// Each strand's part of the device, such that both end together.
+inline void parts(const Config& config, const double (&alone)[2], double (&part)[2]) {
+  if (config.num_strands == 1 || alone[0] == 0 || alone[1] == 0) {
+    part[0] = part[1] = 1;
+    return;
+  }
+  const int64_t places = std::min(config.strands[0].workers, config.strands[1].workers);
+  const double hasty[2] = {alone[0] / config.strands[0].haste, alone[1] / config.strands[1].haste};
+  int64_t first = 1;
+  if (places > 1) {
+    const double share = std::nearbyint(double(places) * (hasty[0] / (hasty[0] + hasty[1])));
+    first = std::min(std::max(int64_t(share), int64_t(1)), places - 1);
+  }
+  part[0] = double(first) / double(places);
+  part[1] = double(std::max(places - first, int64_t(1))) / double(places);
+}
+
+// Workers of each strand, given the time of its work on one of them.
+inline void share_workers(const Config& config, const double (&totals)[2], int64_t (&workers)[2]) {
+  double alone[2] = {}, part[2];
+  for (int s = 0; s < config.num_strands; ++s) alone[s] = totals[s] / double(config.strands[s].workers);
+  parts(config, alone, part);
+  for (int s = 0; s < config.num_strands; ++s) {
+    const int64_t own = config.strands[s].workers;
+    workers[s] = config.combine == kApart ? int64_t(std::nearbyint(double(own) * part[s])) : own;
+  }
+}
+
+inline Placement place_apart(const Config& config, Times (&worker)[2], Times (&bus)[2]) {
+  const size_t count = worker[0].size();
+  for (int s = 0; s < 2; ++s) {
+    for (double& time : worker[s]) time /= double(config.strands[s].workers);
+    for (double& time : bus[s]) time /= double(config.strands[s].workers);
+  }
+  Placement placed{std::vector<int>(count), 0};
+  for (size_t i = 0; i < count; ++i) placed.strand[i] = worker[1][i] < worker[0][i];
+  const double alone[2] = {sum_of(worker[0], placed.strand, 0), sum_of(worker[1], placed.strand, 1)};
+  if (config.combine == kTurns) {
+    placed.makespan = alone[0] + alone[1];
+    return placed;
+  }
+  double part[2];
+  parts(config, alone, part);
+  const bool both = alone[0] != 0 && alone[1] != 0;
+  const double fullest = std::max(alone[0] / part[0] / (both ? config.strands[0].haste : 1.0),
+                                  alone[1] / part[1] / (both ? config.strands[1].haste : 1.0));
+  double on_bus = 0;
+  for (size_t i = 0; i < count; ++i) on_bus += bus[placed.strand[i]][i];
+  placed.makespan = std::max(fullest, on_bus);
+  return placed;
+}
+
+// Segments in the order of how much they prefer the first strand, divided where the fullest side is least.
+inline Placement divide(const Times (&worker)[2], const Times (&bus)[2]) {
+  const size_t count = worker[0].size();
+  Times preference(count);
+  for (size_t i = 0; i < count; ++i) preference[i] = worker[0][i] / std::max(worker[1][i], 1e-9);
+  std::vector<size_t> order(count);
+  std::iota(order.begin(), order.end(), size_t(0));
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return preference[a] < preference[b]; });
+  const auto sums = [&](const Times& times) {
+    Times sorted(count);
+    for (size_t i = 0; i < count; ++i) sorted[i] = times[order[i]];
+    return prefix_sums(sorted);
+  };
+  const Times before = sums(worker[0]), bus_before = sums(bus[0]), second = sums(worker[1]), bus_second = sums(bus[1]);
+  size_t best = 0;
+  double least = INFINITY;
+  for (size_t i = 0; i <= count; ++i) {
+    const double sides = std::max(before[i], second[count] - second[i]);
+    const double fullest = std::max(sides, bus_before[i] + (bus_second[count] - bus_second[i]));
+    if (fullest < least) least = fullest, best = i;
+  }
+  Placement placed{std::vector<int>(count, 1), least};
+  for (size_t i = 0; i < best; ++i) placed.strand[order[i]] = 0;
+  return placed;
+}
+
+inline Placement place(const Segments& segments, const Config& config, const Options& options) {
+  Times worker[2], bus[2];
+  segment_times(segments, config, options, worker, bus);
+  const double num_workers = double(config.num_workers);
+  const size_t count = size_t(segments.count);
+  if (config.num_strands == 1) return {std::vector<int>(count, 0), sum(worker[0]) / num_workers};
+  if (config.combine == kTurns || config.combine == kApart) return place_apart(config, worker, bus);
+  std::vector<int> strand(count);
+  for (size_t i = 0; i < count; ++i) strand[i] = worker[1][i] < worker[0][i];
+  const size_t on_second = size_t(std::count(strand.begin(), strand.end(), 1));
+  double load, least, on_bus;  // load: of the second strand
+  if (on_second == 0 || on_second == count) {
+    const int all = on_second > 0;
+    load = all ? sum(worker[1]) : 0.0, least = sum(worker[all]), on_bus = sum(bus[all]);
+  } else {
+    load = sum_of(worker[1], strand, 1);
+    least = load + (sum(worker[0]) - sum_of(worker[0], strand, 1));
+    on_bus = sum_of(bus[1], strand, 1) + sum(bus[0]) - sum_of(bus[0], strand, 1);
+  }
+  if (config.combine == kSum) return {strand, least / num_workers};
+  double makespan = std::max(std::max(load, least - load), on_bus);
+  double least_on_bus = 0;
+  for (size_t i = 0; i < count; ++i) least_on_bus += std::min(bus[0][i], bus[1][i]);
+  if (!options.alone && std::max(least / 2, least_on_bus) < kWorthDividing * makespan) {
+    Placement divided = divide(worker, bus);
+    if (divided.makespan < kWorthDividing * makespan) strand = divided.strand, makespan = divided.makespan;
+  }
+  return {strand, makespan / num_workers};
+}
+
+}  // namespace sennit

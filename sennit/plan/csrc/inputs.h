@@ -1,0 +1,47 @@
+// What the planner is given, as plan/native.py lays it out: segments, configurations and options.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace sennit {
+
+// See Segments in plan/segments.py: one entry a segment.
+struct Segments {
+  int64_t count;
+  const int64_t *request, *q_start, *q_len, *kv_start, *kv_len, *key_offset, *causal, *tree_len, *tree_at, *mask_at;
+};
+
+enum Combine { kSum, kMax, kTurns, kApart };
+
+// See Strand in plan/cost.py.
+struct Strand {
+  int64_t tile_rows, key_step, workers;
+  double item_time, step_time, memory_time, split_time, haste;
+};
+
+// See KernelConfig in plan/cost.py.
+struct Config {
+  int64_t num_workers;
+  Combine combine;
+  int num_strands;
+  Strand strands[2];
+};
+
+struct Options {
+  int64_t group_size, num_heads, page_size, split_size;  // split_size 0: tiles are cut where that balances
+  bool windowed;
+  int64_t window_left, window_right, num_sinks;  // -1: any distance
+  bool inexact, trees, alone;
+};
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class T>
+std::vector<T> prefix_sums(const std::vector<T>& values) {
+  std::vector<T> sums(values.size() + 1);
+  for (size_t i = 0; i < values.size(); ++i) sums[i + 1] = sums[i] + values[i];
+  return sums;
+}
+
+}  // namespace sennit

@@ -1,0 +1,181 @@
+"""The work of a plan: made by a compiled planner, or by NumPy, to the same words, where nothing can be compiled.
+
+``csrc`` has a twin of each of the modules :mod:`~sennit.plan.cost`, :mod:`~sennit.plan.visible`,
+:mod:`~sennit.plan.line` and :mod:`~sennit.plan.schedule`. Those say what plans mean, and are what is tested against.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import torch
+
+from sennit.errors import BuildFailed, BuildUnavailable
+from sennit.plan.cost import Combine, KernelConfig, choose_config
+from sennit.plan.schedule import make_schedule
+from sennit.plan.segments import Segments
+from sennit.plan.tensors import SEGMENT_FIELDS, Layout, write_sections
+
+if TYPE_CHECKING:
+    from sennit.jit import Source
+
+__all__ = ["Work", "Write", "make_work", "make_work_in_numpy", "planner", "planner_source"]
+
+CSRC = Path(__file__).parent / "csrc"
+COMBINES: tuple[str, ...] = get_args(Combine)
+MOST_KNOWN = 64  # sequences of configurations whose numbers are kept
+
+Write = Callable[[torch.Tensor, Layout], None]  # segments, items, workers and merges into a plan's int32 array
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the work of a plan comes to.
+
+    Attributes:
+        config: the configuration chosen.
+        num_items: work items of all strands.
+        num_merges: split tiles.
+        num_partial_rows: rows that their partial results take.
+    """
+
+    config: KernelConfig
+    num_items: int
+    num_merges: int
+    num_partial_rows: int
+
+
+def make_work(
+    segments: Segments,
+    configs: Sequence[KernelConfig],
+    *,
+    group_size: int,
+    num_kv_heads: int,
+    page_size: int | None,
+    split_size: int | None,
+    alone: bool,
+) -> tuple[Work, Write]:
+    """Choose a configuration and cut segments into work items for it.
+
+    Args:
+        alone: the first configuration, and strands for each segment by itself; see
+            :func:`~sennit.plan.cost.choose_config`.
+        segments, configs, group_size, num_kv_heads, page_size, split_size: see there, and
+            :func:`~sennit.plan.schedule.make_schedule`.
+
+    Returns:
+        What it comes to, and a function that writes it; to be called, if at all, before anything else is planned.
+    """
+    library = planner()
+    if library is None:
+        return make_work_in_numpy(
+            segments, configs, group_size=group_size, num_kv_heads=num_kv_heads, page_size=page_size,
+            split_size=split_size, alone=alone,
+        )  # fmt: skip
+    if alone:
+        configs = configs[:1]
+    options = torch.tensor(
+        [
+            group_size, num_kv_heads, page_size or 1, split_size or 0, *_window_words(segments), segments.inexact,
+            bool(segments.trees), alone,
+        ]
+    )  # fmt: skip
+    columns = torch.from_numpy(np.array([getattr(segments, name) for name in SEGMENT_FIELDS]))
+    numbers, results = _numbers(configs), torch.empty(4, dtype=torch.int64)
+    addresses = [tensor.data_ptr() for tensor in (columns, numbers, options, results)]
+    _done(library.plan(addresses[0], len(segments), addresses[1], len(configs), *addresses[2:]))
+    chosen, *counts = results.tolist()
+
+    def write(array: torch.Tensor, layout: Layout) -> None:
+        offsets = torch.tensor(layout.offsets)
+        _done(library.write(array.data_ptr(), columns.data_ptr(), len(segments), offsets.data_ptr()))
+
+    return Work(configs[chosen], *counts), write
+
+
+def make_work_in_numpy(
+    segments: Segments,
+    configs: Sequence[KernelConfig],
+    *,
+    group_size: int,
+    num_kv_heads: int,
+    page_size: int | None,
+    split_size: int | None,
+    alone: bool,
+) -> tuple[Work, Write]:
+    """The same as :func:`make_work`, without a compiler."""
+    config, strand = choose_config(segments, group_size, num_kv_heads, configs, alone=alone)
+    schedule = make_schedule(
+        segments,
+        strand,
+        group_size=group_size,
+        num_kv_heads=num_kv_heads,
+        config=config,
+        page_size=page_size,
+        split_size=split_size,
+    )
+    work = Work(config, schedule.num_items, schedule.num_merges, schedule.num_partial_rows)
+    return work, partial(write_sections, segments=segments, schedule=schedule)
+
+
+def planner_source() -> Source:
+    """The library's source. Its sums must be those of NumPy, in which nothing is fused."""
+    from sennit import jit  # imported when it is needed: importing Sennit should take no time
+
+    units = (("planner.cpp", (CSRC / "planner.cpp").read_text()),)
+    return jit.Source("planner", units, CSRC, ("-O2", "-ffp-contract=off"))
+
+
+@cache
+def planner() -> Any | None:
+    """The compiled library; None where nothing can be compiled, and NumPy plans instead."""
+    from sennit import jit
+
+    try:
+        return jit.load(planner_source())
+    except BuildUnavailable:
+        return None
+    except BuildFailed as error:
+        warnings.warn(f"plans take longer to make than they need: {error}", stacklevel=2)
+        return None
+
+
+def _window_words(segments: Segments) -> tuple[int, int, int, int]:
+    """Whether there is a window, how far it reaches (-1: any distance), and its sink tokens."""
+    window = segments.window
+    if window is None:
+        return 0, -1, -1, 0
+    left, right = (-1 if distance is None else distance for distance in (window.left, window.right))
+    return 1, left, right, window.num_sinks
+
+
+_known: dict[tuple[int, ...], tuple[Sequence[KernelConfig], torch.Tensor]] = {}
+
+
+def _numbers(configs: Sequence[KernelConfig]) -> torch.Tensor:
+    """Configurations as ``csrc/planner.cpp`` reads them, float64 ``[configurations, words]``."""
+    key = tuple(map(id, configs))
+    if key not in _known:
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[key] = configs, torch.tensor([_words(config) for config in configs], dtype=torch.float64)
+    return _known[key][1]
+
+
+def _words(config: KernelConfig) -> list[float]:
+    words: list[float] = [config.num_workers, COMBINES.index(config.combine), len(config.strands)]
+    for strand, workers in zip(config.strands, config.workers.tolist(), strict=True):
+        words += [strand.tile_rows, strand.key_step, workers]
+        words += [strand.item_time, strand.step_time, strand.memory_time, strand.split_time, strand.haste]
+    return words + [0.0] * (8 * (2 - len(config.strands)))
+
+
+def _done(status: int) -> None:
+    if status:
+        raise MemoryError("there is not enough memory for the items of this plan; use a larger split_size")
