@@ -225,11 +225,11 @@ def _make_tensors(
         layout = into.layout
     *_, table_at, total = layout.offsets
     array = np.empty(total, np.int32)
-    host = torch.from_numpy(array)
     write_header(array, layout, extents, (len(segments), work.num_items, work.num_merges, work.num_partial_rows))
-    write(host, layout)
+    write(array, layout)
     write_tables(array, layout, segments, table)
     if into is None:
+        host = torch.from_numpy(array)
         on_device = host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
     else:
         into.write(array)

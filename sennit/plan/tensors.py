@@ -17,6 +17,7 @@ __all__ = [
     "SEGMENT_FIELDS",
     "Extents",
     "Header",
+    "Int32Array",
     "Layout",
     "PlanArrays",
     "PlanTensors",
@@ -194,17 +195,16 @@ def write_header(array: Int32Array, layout: Layout, extents: Extents, counts: tu
     array[: len(header)] = header
 
 
-def write_sections(array: torch.Tensor, layout: Layout, *, segments: Segments, schedule: Schedule) -> None:
+def write_sections(array: Int32Array, layout: Layout, *, segments: Segments, schedule: Schedule) -> None:
     """Write segments, items, workers and merges into a plan's array."""
-    target: Int32Array = array.numpy()
     segments_at, items_at, workers_at, merges_at, *_ = layout.offsets
     for at, rows in ((items_at, schedule.items), (merges_at, schedule.merges)):
-        target[at : at + rows.size].reshape(-1, ROW_WIDTH)[:] = rows.T
+        array[at : at + rows.size].reshape(-1, ROW_WIDTH)[:] = rows.T
     columns = np.zeros((ROW_WIDTH, len(segments)), np.int32)  # written row by row, which is faster, and then turned
     for column, name in enumerate(SEGMENT_FIELDS):
         columns[column] = getattr(segments, name)
-    target[segments_at : segments_at + columns.size].reshape(-1, ROW_WIDTH)[:] = columns.T
-    target[workers_at : workers_at + schedule.worker_indptr.size] = schedule.worker_indptr.ravel()
+    array[segments_at : segments_at + columns.size].reshape(-1, ROW_WIDTH)[:] = columns.T
+    array[workers_at : workers_at + schedule.worker_indptr.size] = schedule.worker_indptr.ravel()
 
 
 def write_tables(array: Int32Array, layout: Layout, segments: Segments, table: IntArray | None) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from sennit.errors import BuildFailed, BuildUnavailable
-from sennit.plan.cost import Combine, KernelConfig, choose_config
+from sennit.plan.cost import Combine, FloatArray, KernelConfig, choose_config
 from sennit.plan.schedule import make_schedule
 from sennit.plan.segments import Segments
-from sennit.plan.tensors import SEGMENT_FIELDS, Layout, write_sections
+from sennit.plan.tensors import SEGMENT_FIELDS, Int32Array, Layout, write_sections
 
 if TYPE_CHECKING:
     from sennit.jit import Source
@@ -31,7 +31,7 @@ CSRC = Path(__file__).parent / "csrc"
 COMBINES: tuple[str, ...] = get_args(Combine)
 MOST_KNOWN = 64  # sequences of configurations whose numbers are kept
 
-Write = Callable[[torch.Tensor, Layout], None]  # segments, items, workers and merges into a plan's int32 array
+Write = Callable[[Int32Array, Layout], None]  # segments, items, workers and merges into a plan's int32 array
 
 
 @dataclass(frozen=True)
@@ -80,21 +80,24 @@ def make_work(
         )  # fmt: skip
     if alone:
         configs = configs[:1]
-    options = torch.tensor(
-        [
+    options = np.array(
+        (
             group_size, num_kv_heads, page_size or 1, split_size or 0, *_window_words(segments), segments.inexact,
             bool(segments.trees), alone,
-        ]
+        )
     )  # fmt: skip
-    columns = torch.from_numpy(np.array([getattr(segments, name) for name in SEGMENT_FIELDS]))
-    numbers, results = _numbers(configs), torch.empty(4, dtype=torch.int64)
-    addresses = [tensor.data_ptr() for tensor in (columns, numbers, options, results)]
-    _done(library.plan(addresses[0], len(segments), addresses[1], len(configs), *addresses[2:]))
+    columns, results = np.array([getattr(segments, name) for name in SEGMENT_FIELDS]), np.empty(4, np.int64)
+    numbers = _numbers(configs)
+    _done(
+        library.plan(
+            _address(columns), len(segments), _address(numbers), len(configs), _address(options), _address(results)
+        )
+    )
     chosen, *counts = results.tolist()
 
-    def write(array: torch.Tensor, layout: Layout) -> None:
-        offsets = torch.tensor(layout.offsets)
-        _done(library.write(array.data_ptr(), columns.data_ptr(), len(segments), offsets.data_ptr()))
+    def write(array: Int32Array, layout: Layout) -> None:
+        offsets = np.array(layout.offsets)
+        _done(library.write(_address(array), _address(columns), len(segments), _address(offsets)))
 
     return Work(configs[chosen], *counts), write
 
@@ -155,16 +158,21 @@ def _window_words(segments: Segments) -> tuple[int, int, int, int]:
     return 1, left, right, window.num_sinks
 
 
-_known: dict[tuple[int, ...], tuple[Sequence[KernelConfig], torch.Tensor]] = {}
+def _address(array: npt.NDArray[Any]) -> int:
+    """Of its first element; ``array.ctypes`` takes ten times as long."""
+    return int(array.__array_interface__["data"][0])
 
 
-def _numbers(configs: Sequence[KernelConfig]) -> torch.Tensor:
+_known: dict[tuple[int, ...], tuple[Sequence[KernelConfig], FloatArray]] = {}
+
+
+def _numbers(configs: Sequence[KernelConfig]) -> FloatArray:
     """Configurations as ``csrc/planner.cpp`` reads them, float64 ``[configurations, words]``."""
     key = tuple(map(id, configs))
     if key not in _known:
         if len(_known) >= MOST_KNOWN:
             _known.clear()
-        _known[key] = configs, torch.tensor([_words(config) for config in configs], dtype=torch.float64)
+        _known[key] = configs, np.array([_words(config) for config in configs], np.float64)
     return _known[key][1]
 
 
