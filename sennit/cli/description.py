@@ -41,7 +41,10 @@ def describe(plan: Plan, *, causal: bool) -> dict[str, Any]:
         "configuration": config.name,
         "workers": config.num_workers,
         "combine": config.combine,
-        "strands": [{"name": s.name, "tile_rows": s.tile_rows, "key_step": s.key_step} for s in config.strands],
+        "strands": [
+            {"name": s.name, "tile_rows": s.tile_rows, "key_step": s.key_step, "workers": workers}
+            for s, workers in zip(config.strands, schedule.line.strand_workers.tolist(), strict=True)
+        ],
         "segments": _groups(plan),
         "items": schedule.num_items,
         "items_by_strand": dict(zip(names, (ends - starts).tolist(), strict=True)),

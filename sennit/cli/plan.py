@@ -10,10 +10,11 @@ import typer
 from sennit.cli.output import console, print_json, table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.table import Table
 
+    from sennit.cli.bars import WorkerBars
     from sennit.plan.cost import KernelConfig
     from sennit.plan.plan import Plan
     from sennit.spec import AttentionSpec
@@ -160,22 +161,38 @@ def _make(
 
 
 def _print(described: dict[str, Any]) -> None:
-    import numpy as np
-
-    from sennit.cli.bars import WorkerBars
-
     stdout = console()
     stdout.print(described["batch"], style="bold")
     stdout.print(_facts(described))
     if described["segments"]:
         stdout.print()
         stdout.print(_segments(described["segments"]))
+    for title, bars in _bars(described):
+        stdout.print()
+        stdout.print(f"Load of each {title}, of {described['makespan_us']:.1f} us", style="bold")
+        stdout.print(bars)
+
+
+def _bars(described: dict[str, Any]) -> Iterator[tuple[str, WorkerBars]]:
+    """Bars with both strands of each worker; or, where strands have workers of their own, bars of each strand's."""
+    import numpy as np
+
+    from sennit.cli.bars import WorkerBars
+
+    loads = {name: np.array(times) for name, times in described["loads_us"].items() if any(times)}
     idle = np.zeros(described["workers"])
-    loads = {name: np.array(times) for name, times in described["loads_us"].items()}
-    bars = WorkerBars(loads.get("wide", idle), loads.get("narrow", idle), described["combine"] == "max")
-    stdout.print()
-    stdout.print(f"Load of each worker, of {described['makespan_us']:.1f} us", style="bold")
-    stdout.print(bars)
+    if described["combine"] in ("sum", "max"):
+        if loads:
+            yield (
+                "worker",
+                WorkerBars(loads.get("wide", idle), loads.get("narrow", idle), described["combine"] == "max"),
+            )
+        return
+    for strand in described["strands"]:
+        name, count = strand["name"], strand["workers"]
+        if name in loads:
+            both = {"wide": idle[:count], "narrow": idle[:count], name: loads[name][:count]}
+            yield f"{name} worker", WorkerBars(**both, side_by_side=False)
 
 
 def _facts(described: dict[str, Any]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from rich.console import Console
 
 from sennit import AttentionSpec, Batch
 from sennit.backends import registry
+from sennit.cli import plan as plan_command
 from sennit.cli.bars import WorkerBars
+from sennit.plan.cost import KernelConfig
 from sennit.plan.example import example_config
 from sennit.plan.plan import make_plan
 
@@ -118,6 +121,22 @@ def test_an_empty_batch_is_printed(sennit):
     result = sennit("plan", "", "--workers", "2")
     assert result.exit_code == 0
     assert "(empty)" in result.stdout
+    assert "Load of" not in result.stdout
+
+
+def test_strands_with_workers_of_their_own_have_bars_of_their_own(sennit, monkeypatch):
+    wide, narrow = (replace(strand, workers=4) for strand in example_config().strands)
+    config = KernelConfig("apart", (wide, narrow), 4, "apart")
+    monkeypatch.setattr(plan_command, "_example", lambda workers, combine: (config,))
+    shares = [strand["workers"] for strand in described(sennit, MIX)["strands"]]
+    assert sum(shares) == 4
+    blocks = sennit("plan", MIX).stdout.split("Load of each ")[1:]
+    assert [block.split(",")[0] for block in blocks] == ["wide worker", "narrow worker"]
+    for block, count in zip(blocks, shares, strict=True):
+        labels = [int(word) for line in block.splitlines()[1:] for word in line.split() if word.isdecimal()]
+        assert sorted(labels) == list(range(count))
+    alone = sennit("plan", "128*1@2048").stdout
+    assert alone.count("Load of each") == alone.count("Load of each narrow worker") == 1
 
 
 def drawn(bars, *, width, colour=False):
