@@ -17,7 +17,7 @@ from sennit.plan.segments import Segments, Window
 from sennit.plan.tensors import Layout
 from sennit.spec import AttentionSpec
 
-GROUPS = 40
+GROUPS = 20
 UNWRITTEN = -7
 
 
