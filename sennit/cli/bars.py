@@ -63,12 +63,13 @@ class WorkerBars:
         lines = -(-len(wide) // columns)
         width = (options.max_width + GAP) // columns - GAP
         bar = width - label - 1
-        values = bar >= 2 * SHORTEST_BAR
+        scale = max(float(self._times(wide, narrow).max()), 1e-9)
+        value_width = max(len(f"{scale:.1f}") + 1, VALUE_WIDTH)
+        values = bar >= SHORTEST_BAR + value_width + 4
         if values:
-            bar -= VALUE_WIDTH
+            bar -= value_width
         coloured = console.color_system is not None and not console.no_color
         glyphs = self._glyphs(options.ascii_only, coloured)
-        scale = max(float(self._times(wide, narrow).max()), 1e-9)
         for line in range(lines):
             text = Text(no_wrap=True)
             for worker in range(line, len(wide), lines):
@@ -77,7 +78,7 @@ class WorkerBars:
                 lengths = wide[worker] / scale * bar, narrow[worker] / scale * bar
                 text.append_text(self._bar(lengths, bar, glyphs, coloured))
                 if values:
-                    text.append(f"{self._times(wide[worker], narrow[worker]):{VALUE_WIDTH}.1f}")
+                    text.append(f"{self._times(wide[worker], narrow[worker]):{value_width}.1f}")
             yield text
         yield self._legend(glyphs, coloured, together)
 

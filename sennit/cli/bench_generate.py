@@ -115,12 +115,15 @@ def _measure(options: Options) -> Report:
     with Progress(
         *columns, console=stderr, transient=True, refresh_per_second=1, disable=not stderr.is_terminal
     ) as bar:
-        task = bar.add_task("loading", total=num_stages(options))
-        return measure(
-            options,
-            on_stage=lambda stage: bar.update(task, description=stage),
-            on_end=lambda: bar.advance(task),
-        )
+        total = num_stages(options)
+        task = bar.add_task("loading", total=total)
+
+        def end() -> None:
+            bar.advance(task)
+            if not stderr.is_terminal:  # which has no bar
+                stderr.print(f"sennit: {bar.tasks[task].completed:.0f} of {total}: {bar.tasks[task].description}")
+
+        return measure(options, on_stage=lambda stage: bar.update(task, description=stage), on_end=end)
 
 
 def _print(report: Report, model: str) -> None:

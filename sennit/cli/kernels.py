@@ -58,18 +58,15 @@ def _print(architecture: str, limit: int, outcomes: list[Outcome]) -> None:
 
     stdout = console()
     title = f"{architecture}: {limit // 1024} KiB of shared memory a worker, 255 registers a thread"
-    made = table(
-        title, "layer", "configuration", "kernel", ">warps", ">registers", ">spilled bytes", ">in loops", ">shared KiB"
-    )
+    made = table(title, "layer", "kernel", ">warps", ">regs", ">spilled", ">in loops", ">shared")
     for outcome in outcomes:
-        for kernel in outcome.kernels:
-            spilled = Text(str(kernel.spilled), "bold yellow" if kernel.spilled else "")
-            shared = Text(f"{kernel.shared_memory / 1024:.1f}", "bold red" if kernel.shared_memory > limit else "")
+        for index, kernel in enumerate(outcome.kernels):
+            layer = Text(outcome.layer if index == 0 else outcome.config if index == 1 else "", "dim" if index else "")
+            spilled = Text(f"{kernel.spilled} B" if kernel.spilled else "0", "bold yellow" if kernel.spilled else "")
+            shared = Text(f"{kernel.shared_memory / 1024:.1f} KiB", "bold red" if kernel.shared_memory > limit else "")
             in_loops = Text(str(kernel.spills_in_loops), "bold red" if kernel.spills_in_loops else "")
-            made.add_row(
-                outcome.layer, outcome.config, kernel.name, str(kernel.warps), str(kernel.registers), spilled, in_loops,
-                shared,
-            )  # fmt: skip
+            name = kernel.name.removesuffix("_kernel").replace("_", " ")
+            made.add_row(layer, name, str(kernel.warps), str(kernel.registers), spilled, in_loops, shared)
     stdout.print(made)
     for outcome in outcomes:
         if outcome.error:
