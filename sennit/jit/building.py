@@ -126,7 +126,7 @@ def check_buildable() -> None:
 def _job(source: Source) -> Job:
     toolchain, extra, headers = find_toolchain(), cxx_flags(), read_headers(source.headers)
     key = key_of(source, headers, toolchain, extra, runtime().__version__)
-    return Job(source, headers, (*source.flags, *extra), toolchain, key)
+    return Job(source, headers, (*source.flags, *extra, *source.last_flags), toolchain, key)
 
 
 def _build_side_by_side(jobs: Sequence[Job]) -> list[Built]:

@@ -36,6 +36,6 @@ def key_of(
         runtime: version of tvm_ffi, whose headers are compiled in.
     """
     compiler = [*toolchain.command, toolchain.version, toolchain.target, *toolchain.native, toolchain.macros]
-    flags = [COMPILE, LINK, LINK_LINUX, source.flags, list(extra)]
+    flags = [COMPILE, LINK, LINK_LINUX, source.flags, list(extra), source.last_flags]
     texts = [source.name, source.units, sorted((name, hash_bytes(data)) for name, data in headers.items())]
     return hash_bytes(json.dumps([FORMAT, runtime, compiler, flags, texts]).encode())

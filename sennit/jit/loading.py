@@ -22,6 +22,8 @@ SURROUNDINGS = ("CXX", "PATH", "SENNIT_CACHE_DIR", "SENNIT_CXXFLAGS")
 
 _modules: dict[tuple[Source, tuple[str | None, ...]], Module] = {}
 _locks: dict[tuple[Source, tuple[str | None, ...]], Lock] = {}
+# A child has none of the threads that held its parent's locks.
+os.register_at_fork(after_in_child=_locks.clear)
 
 
 def load(source: Source) -> Module:

@@ -23,6 +23,7 @@ class Source:
         headers: a folder whose files, in sub-folders too, are on the include path; None where there are none.
         flags: compiler flags behind the usual ones, such as the instruction set.
         purpose: what it is for, where its name does not say so; shown to people, and no part of what it is.
+        last_flags: those that must hold whatever the user's own, ``SENNIT_CXXFLAGS``, say; behind all others.
 
     Raises:
         InvalidInput: a name is not a plain file name, there is no unit, or two have one name.
@@ -38,6 +39,7 @@ class Source:
     headers: Path | None
     flags: tuple[str, ...] = ()
     purpose: str = field(default="", compare=False)
+    last_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

@@ -224,7 +224,7 @@ def _make_tensors(
         into.check(layout, extents.num_rows, work.num_partial_rows)
         layout = into.layout
     *_, table_at, total = layout.offsets
-    array = np.empty(total, np.int32)
+    array = np.zeros(total, np.int32)  # there are words that nothing is written to
     write_header(array, layout, extents, (len(segments), work.num_items, work.num_merges, work.num_partial_rows))
     write(array, layout)
     write_tables(array, layout, segments, table)

@@ -175,7 +175,7 @@ def write_header(array: Int32Array, layout: Layout, extents: Extents, counts: tu
     """Write the header.
 
     Args:
-        array: int32 ``[layout.offsets[-1]]``.
+        array: int32 ``[layout.offsets[-1]]``, zeros.
         layout: capacities of the sections.
         extents: what neither layout nor counts say.
         counts: segments, items, merges and partial rows that there are.

@@ -70,7 +70,7 @@ def make_work(
             :func:`~sennit.plan.schedule.make_schedule`.
 
     Returns:
-        What it comes to, and a function that writes it; to be called, if at all, before anything else is planned.
+        What it comes to, and a function that writes it.
     """
     library = planner()
     if library is None:
@@ -86,18 +86,19 @@ def make_work(
             bool(segments.trees), alone,
         )
     )  # fmt: skip
-    columns, results = np.array([getattr(segments, name) for name in SEGMENT_FIELDS]), np.empty(4, np.int64)
+    columns, results = np.array([getattr(segments, name) for name in SEGMENT_FIELDS]), np.empty(5, np.int64)
     numbers = _numbers(configs)
     _done(
         library.plan(
             _address(columns), len(segments), _address(numbers), len(configs), _address(options), _address(results)
         )
     )
-    chosen, *counts = results.tolist()
+    chosen, *counts, address = results.tolist()
+    made = _Made(library, address)
 
     def write(array: Int32Array, layout: Layout) -> None:
         offsets = np.array(layout.offsets)
-        _done(library.write(_address(array), _address(columns), len(segments), _address(offsets)))
+        _done(library.write(made.address, _address(array), _address(columns), len(segments), _address(offsets)))
 
     return Work(configs[chosen], *counts), write
 
@@ -128,11 +129,11 @@ def make_work_in_numpy(
 
 
 def planner_source() -> Source:
-    """The library's source. Its sums must be those of NumPy, in which nothing is fused."""
+    """The library's source. Its sums must be those of NumPy, in which nothing is fused, whatever flags a user adds."""
     from sennit import jit  # imported when it is needed: importing Sennit should take no time
 
     units = (("planner.cpp", (CSRC / "planner.cpp").read_text()),)
-    return jit.Source("planner", units, CSRC, ("-O2", "-ffp-contract=off"))
+    return jit.Source("planner", units, CSRC, ("-O2",), last_flags=("-fno-fast-math", "-ffp-contract=off"))
 
 
 @cache
@@ -158,6 +159,17 @@ def _window_words(segments: Segments) -> tuple[int, int, int, int]:
     return 1, left, right, window.num_sinks
 
 
+class _Made:
+    """A schedule in the library's memory, for as long as this object lives."""
+
+    def __init__(self, library: Any, address: int) -> None:
+        self.address = address
+        self._release = library.release
+
+    def __del__(self) -> None:
+        self._release(self.address)
+
+
 def _address(array: npt.NDArray[Any]) -> int:
     """Of its first element; ``array.ctypes`` takes ten times as long."""
     return int(array.__array_interface__["data"][0])
@@ -172,7 +184,7 @@ def _numbers(configs: Sequence[KernelConfig]) -> FloatArray:
     if key not in _known:
         if len(_known) >= MOST_KNOWN:
             _known.clear()
-        _known[key] = configs, np.array([_words(config) for config in configs], np.float64)
+        _known[key] = tuple(configs), np.array([_words(config) for config in configs], np.float64)
     return _known[key][1]
 
 

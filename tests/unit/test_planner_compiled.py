@@ -136,3 +136,32 @@ def test_too_little_memory_is_an_error_with_what_to_do(monkeypatch):
     monkeypatch.setattr(work, "planner", lambda: SimpleNamespace(plan=lambda *_: 1))
     with pytest.raises(MemoryError, match="larger split_size"):
         plan_something()
+
+
+@pytest.mark.compiler
+def test_what_is_planned_between_planning_and_writing_changes_nothing():
+    rng = np.random.default_rng(3)
+    one, other = ((random_segments(rng), [random_config(rng)], random_options(rng)) for _ in range(2))
+    expected = written(work.make_work_in_numpy, *one)[1]
+    found, write = work.make_work(one[0], one[1], **one[2])
+    work.make_work(other[0], other[1], **other[2])  # as a signal's handler may, which runs at any time
+    written(work.make_work, *other)
+    layout = Layout(
+        len(one[0]), found.num_items, found.num_merges, len(found.config.strands), found.config.num_workers, 0, 0
+    )
+    array = np.full(layout.offsets[-1], UNWRITTEN, np.int32)
+    write(array, layout)
+    assert (array[layout.offsets[0] :] == expected).all()
+
+
+def test_every_word_of_a_plan_is_written():
+    first = plan_something().tensors.host
+    spoilt = [np.full(first.numel(), 77, np.int32) for _ in range(50)]  # whose memory the next plan may get
+    del spoilt
+    assert torch.equal(plan_something().tensors.host, first)
+
+
+@pytest.mark.compiler
+def test_a_users_flags_do_not_change_plans():
+    *_, last = work.planner_source().last_flags
+    assert last == "-ffp-contract=off"

@@ -2,6 +2,7 @@
 #include <tvm/ffi/c_api.h>
 
 #include <cstring>
+#include <memory>
 #include <new>
 #include <stdexcept>
 
@@ -32,9 +33,8 @@ Options read_options(const int64_t* words) {
           words[6], words[7], words[8] != 0, words[9] != 0, words[10] != 0};
 }
 
-thread_local Schedule made;  // by plan(), for write()
-
-// results: the configuration's number, items, merges and partial rows.
+// results: the configuration's number, items, merges, partial rows, and the schedule, to be given to write() and
+// release().
 void plan(const int64_t* columns, int64_t count, const double* configs, int64_t num_configs, const int64_t* options_at,
           int64_t* results) {
   const Segments segments = read_segments(columns, count);
@@ -46,13 +46,14 @@ void plan(const int64_t* columns, int64_t count, const double* configs, int64_t 
     if (chosen < 0 || placed.makespan < best.makespan) best = std::move(placed), chosen = i;
   }
   const Config config = read_config(configs + chosen * kConfigWords);
-  made = make_schedule(segments, best.strand, config, options);
-  results[0] = chosen, results[1] = int64_t(made.items.size());
-  results[2] = int64_t(made.merges.size()), results[3] = made.num_partial_rows;
+  auto made = std::make_unique<Schedule>(make_schedule(segments, best.strand, config, options));
+  results[0] = chosen, results[1] = int64_t(made->items.size());
+  results[2] = int64_t(made->merges.size()), results[3] = made->num_partial_rows;
+  results[4] = int64_t(reinterpret_cast<intptr_t>(made.release()));
 }
 
 // offsets: where segments, items, workers and merges begin, in words.
-void write(int32_t* array, const int64_t* columns, int64_t count, const int64_t* offsets) {
+void write(const Schedule& made, int32_t* array, const int64_t* columns, int64_t count, const int64_t* offsets) {
   int32_t* row = array + offsets[0];
   for (int64_t i = 0; i < count; ++i, row += kRowWidth) {
     for (int64_t column = 0; column < 10; ++column) row[column] = int32_t(columns[column * count + i]);
@@ -62,7 +63,6 @@ void write(int32_t* array, const int64_t* columns, int64_t count, const int64_t*
     if (!values.empty()) std::memcpy(array + at, values.data(), values.size() * sizeof values[0]);
   };
   copy(offsets[1], made.items), copy(offsets[2], made.worker_indptr), copy(offsets[3], made.merges);
-  made = {};
 }
 
 template <class T>
@@ -102,6 +102,13 @@ SENNIT_EXPORT
 int __tvm_ffi_write(void*, const TVMFFIAny* args, int32_t, TVMFFIAny* result) {
   using namespace sennit;
   return answer(result, [&] {
-    write(pointer<int32_t>(args[0]), pointer<int64_t>(args[1]), args[2].v_int64, pointer<int64_t>(args[3]));
+    write(*pointer<Schedule>(args[0]), pointer<int32_t>(args[1]), pointer<int64_t>(args[2]), args[3].v_int64,
+          pointer<int64_t>(args[4]));
   });
+}
+
+SENNIT_EXPORT
+int __tvm_ffi_release(void*, const TVMFFIAny* args, int32_t, TVMFFIAny* result) {
+  using namespace sennit;
+  return answer(result, [&] { delete pointer<Schedule>(args[0]); });
 }
