@@ -61,7 +61,9 @@ def _print(architecture: str, limit: int, outcomes: list[Outcome]) -> None:
     made = table(title, "layer", "kernel", ">warps", ">regs", ">spilled", ">in loops", ">shared")
     for outcome in outcomes:
         for index, kernel in enumerate(outcome.kernels):
-            layer = Text(outcome.layer if index == 0 else outcome.config if index == 1 else "", "dim" if index else "")
+            layer = Text("" if index else outcome.layer)
+            if index == 0:
+                layer.append(f"\n{outcome.config}", "dim")
             spilled = Text(f"{kernel.spilled} B" if kernel.spilled else "0", "bold yellow" if kernel.spilled else "")
             shared = Text(f"{kernel.shared_memory / 1024:.1f} KiB", "bold red" if kernel.shared_memory > limit else "")
             in_loops = Text(str(kernel.spills_in_loops), "bold red" if kernel.spills_in_loops else "")

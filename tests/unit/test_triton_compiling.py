@@ -100,7 +100,7 @@ def test_the_command_prints_what_was_found_and_fails_where_it_does_not_fit(monke
 
     result = run("--arch", "sm_90", "--only", "bf16 128")
     assert result.exit_code == 0
-    for part in ("sm_90: 227 KiB", "bf16 128", "128x64-132", "attend_kernel", "240", "16", "170.0"):
+    for part in ("sm_90: 227 KiB", "bf16 128", "128x64-132", "attend", "240", "16", "170.0"):
         assert part in result.stdout
     result = run("--json")
     assert result.exit_code == 1  # sm_80 has 163 KiB
