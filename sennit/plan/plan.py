@@ -12,15 +12,15 @@ import torch
 from sennit.errors import CapacityExceeded, InvalidInput, UnsupportedFeature
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
-from sennit.plan.cost import FloatArray, KernelConfig, choose_config
+from sennit.plan.cost import FloatArray, KernelConfig
 from sennit.plan.integers import INT32_MAX
 from sennit.plan.mask import device_mask
-from sennit.plan.schedule import Schedule, make_schedule
+from sennit.plan.schedule import Schedule
 from sennit.plan.segments import Segments, Window, from_batch, tree_words
 from sennit.plan.tensors import Extents, Layout, PlanTensors, write_header, write_tables
 from sennit.plan.tree import Tree
 from sennit.plan.visible import largest_page
-from sennit.plan.work import Work, Write, make_work
+from sennit.plan.work import Cutting, Work, Write, make_work, schedule_in_numpy
 from sennit.spec import AttentionSpec
 
 __all__ = ["Plan", "make_plan", "plan_features"]
@@ -40,8 +40,7 @@ class Plan:
         batch: what was planned.
         page_size: tokens a page, or None for packed keys.
         backend: name of the backend.
-        split_size: keys of a fixed chunk, or None.
-        alone: strands were chosen for each request by itself.
+        cutting: how segments were cut.
         segments: query rows times keys.
         work: the configuration chosen, and what the work items come to.
         tensors: the tensor form.
@@ -53,8 +52,7 @@ class Plan:
     batch: Batch
     page_size: int | None
     backend: str
-    split_size: int | None
-    alone: bool
+    cutting: Cutting
     segments: Segments
     work: Work
     tensors: PlanTensors
@@ -64,20 +62,15 @@ class Plan:
         """The configuration chosen."""
         return self.work.config
 
+    @property
+    def split_size(self) -> int | None:
+        """Keys of a fixed chunk, or None."""
+        return self.cutting.split_size
+
     @cached_property
     def schedule(self) -> Schedule:
         """Work items, merges and predicted loads, for whoever looks at them: made again, since launches need none."""
-        heads = self.spec.group_size, self.spec.num_kv_heads
-        _, strand = choose_config(self.segments, *heads, [self.config], alone=self.alone)
-        return make_schedule(
-            self.segments,
-            strand,
-            group_size=heads[0],
-            num_kv_heads=heads[1],
-            config=self.config,
-            page_size=self.page_size,
-            split_size=self.split_size,
-        )
+        return schedule_in_numpy(self.segments, [self.config], self.cutting)
 
     @property
     def device(self) -> torch.device:
@@ -167,10 +160,8 @@ def make_plan(
         )  # fmt: skip
     mask = None if packed_mask is None else device_mask(packed_mask, batch, device, fixed=into is not None)
     fixed = split_size is not None or into is not None
-    work, write = make_work(
-        segments, configs, group_size=spec.group_size, num_kv_heads=spec.num_kv_heads, page_size=page_size,
-        split_size=split_size, alone=fixed,
-    )  # fmt: skip
+    cutting = Cutting(spec.group_size, spec.num_kv_heads, page_size, split_size, alone=fixed)
+    work, write = make_work(segments, configs, cutting)
     extents = Extents(
         generation=0 if into is None else into.generation + 1,
         num_rows=batch.num_rows,
@@ -188,7 +179,7 @@ def make_plan(
         )
     tensors = _make_tensors(batch, segments, work, write, extents, device, mask, into)
     key = f"{owner}/{backend}/{work.config.name}"
-    return Plan(owner, key, spec, batch, page_size, backend, split_size, fixed, segments, work, tensors)
+    return Plan(owner, key, spec, batch, page_size, backend, cutting, segments, work, tensors)
 
 
 def _make_tensors(

@@ -18,14 +18,23 @@ import numpy.typing as npt
 
 from sennit.errors import BuildFailed, BuildUnavailable
 from sennit.plan.cost import Combine, FloatArray, KernelConfig, choose_config
-from sennit.plan.schedule import make_schedule
+from sennit.plan.schedule import Schedule, make_schedule
 from sennit.plan.segments import Segments
 from sennit.plan.tensors import SEGMENT_FIELDS, Int32Array, Layout, write_sections
 
 if TYPE_CHECKING:
     from sennit.jit import Source
 
-__all__ = ["Work", "Write", "make_work", "make_work_in_numpy", "planner", "planner_source"]
+__all__ = [
+    "Cutting",
+    "Work",
+    "Write",
+    "make_work",
+    "make_work_in_numpy",
+    "planner",
+    "planner_source",
+    "schedule_in_numpy",
+]
 
 CSRC = Path(__file__).parent / "csrc"
 COMBINES: tuple[str, ...] = get_args(Combine)
@@ -51,39 +60,41 @@ class Work:
     num_partial_rows: int
 
 
-def make_work(
-    segments: Segments,
-    configs: Sequence[KernelConfig],
-    *,
-    group_size: int,
-    num_kv_heads: int,
-    page_size: int | None,
-    split_size: int | None,
-    alone: bool,
-) -> tuple[Work, Write]:
-    """Choose a configuration and cut segments into work items for it.
+@dataclass(frozen=True)
+class Cutting:
+    """How segments are to be cut, beside what a configuration says.
 
-    Args:
+    Attributes:
+        group_size: query heads per KV head.
+        num_kv_heads: KV heads.
+        page_size: tokens a page, or None for packed keys.
+        split_size: keys of a fixed chunk, or None.
         alone: the first configuration, and strands for each segment by itself; see
             :func:`~sennit.plan.cost.choose_config`.
-        segments, configs, group_size, num_kv_heads, page_size, split_size: see there, and
-            :func:`~sennit.plan.schedule.make_schedule`.
+    """
+
+    group_size: int
+    num_kv_heads: int
+    page_size: int | None
+    split_size: int | None
+    alone: bool
+
+
+def make_work(segments: Segments, configs: Sequence[KernelConfig], cutting: Cutting) -> tuple[Work, Write]:
+    """Choose a configuration and cut segments into work items for it.
 
     Returns:
         What it comes to, and a function that writes it.
     """
     library = planner()
     if library is None:
-        return make_work_in_numpy(
-            segments, configs, group_size=group_size, num_kv_heads=num_kv_heads, page_size=page_size,
-            split_size=split_size, alone=alone,
-        )  # fmt: skip
-    if alone:
+        return make_work_in_numpy(segments, configs, cutting)
+    if cutting.alone:
         configs = configs[:1]
     options = np.array(
         (
-            group_size, num_kv_heads, page_size or 1, split_size or 0, *_window_words(segments), segments.inexact,
-            bool(segments.trees), alone,
+            cutting.group_size, cutting.num_kv_heads, cutting.page_size or 1, cutting.split_size or 0,
+            *_window_words(segments), segments.inexact, bool(segments.trees), cutting.alone,
         )
     )  # fmt: skip
     columns, results = np.array([getattr(segments, name) for name in SEGMENT_FIELDS]), np.empty(5, np.int64)
@@ -103,29 +114,26 @@ def make_work(
     return Work(configs[chosen], *counts), write
 
 
-def make_work_in_numpy(
-    segments: Segments,
-    configs: Sequence[KernelConfig],
-    *,
-    group_size: int,
-    num_kv_heads: int,
-    page_size: int | None,
-    split_size: int | None,
-    alone: bool,
-) -> tuple[Work, Write]:
+def make_work_in_numpy(segments: Segments, configs: Sequence[KernelConfig], cutting: Cutting) -> tuple[Work, Write]:
     """The same as :func:`make_work`, without a compiler."""
-    config, strand = choose_config(segments, group_size, num_kv_heads, configs, alone=alone)
-    schedule = make_schedule(
+    schedule = schedule_in_numpy(segments, configs, cutting)
+    work = Work(schedule.line.config, schedule.num_items, schedule.num_merges, schedule.num_partial_rows)
+    return work, partial(write_sections, segments=segments, schedule=schedule)
+
+
+def schedule_in_numpy(segments: Segments, configs: Sequence[KernelConfig], cutting: Cutting) -> Schedule:
+    """The schedule for the configuration that is chosen, ``schedule.line.config``."""
+    heads = cutting.group_size, cutting.num_kv_heads
+    config, strand = choose_config(segments, *heads, configs, alone=cutting.alone)
+    return make_schedule(
         segments,
         strand,
-        group_size=group_size,
-        num_kv_heads=num_kv_heads,
+        group_size=cutting.group_size,
+        num_kv_heads=cutting.num_kv_heads,
         config=config,
-        page_size=page_size,
-        split_size=split_size,
+        page_size=cutting.page_size,
+        split_size=cutting.split_size,
     )
-    work = Work(config, schedule.num_items, schedule.num_merges, schedule.num_partial_rows)
-    return work, partial(write_sections, segments=segments, schedule=schedule)
 
 
 def planner_source() -> Source:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -342,3 +343,11 @@ def test_a_short_build_and_a_found_library_say_nothing(libraries, monkeypatch, c
     jit.build(tiny(1))
     jit.build(tiny(1))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_child_inherits_no_locks_of_threads_that_it_does_not_have():
+    code = "import os, threading; from sennit.jit import loading; loading._locks['key'] = threading.Lock(); "
+    code += "loading._locks['key'].acquire(); child = os.fork() or os._exit(len(loading._locks)); "
+    code += "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(loading._locks))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1"]

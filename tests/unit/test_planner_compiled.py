@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sennit.errors import BuildFailed, BuildUnavailable
+from sennit.jit import building
 from sennit.plan import work
 from sennit.plan.batch import Batch
 from sennit.plan.cost import KernelConfig, Strand
@@ -65,19 +66,19 @@ def random_segments(rng):
     )
 
 
-def random_options(rng):
-    return {
-        "group_size": int(rng.choice([1, 2, 4, 7, 16])),
-        "num_kv_heads": int(rng.choice([1, 2, 8])),
-        "page_size": [None, 1, 16, 7][int(rng.integers(4))],
-        "split_size": int(rng.choice([32, 100, 1024])) if rng.random() < 0.3 else None,
-        "alone": bool(rng.random() < 0.2),
-    }
+def random_cutting(rng):
+    return work.Cutting(
+        group_size=int(rng.choice([1, 2, 4, 7, 16])),
+        num_kv_heads=int(rng.choice([1, 2, 8])),
+        page_size=[None, 1, 16, 7][int(rng.integers(4))],
+        split_size=int(rng.choice([32, 100, 1024])) if rng.random() < 0.3 else None,
+        alone=bool(rng.random() < 0.2),
+    )
 
 
-def written(function, segments, configs, options):
+def written(function, segments, configs, cutting):
     """The work, and the array from behind its header."""
-    found, write = function(segments, configs, **options)
+    found, write = function(segments, configs, cutting)
     strands, workers = len(found.config.strands), found.config.num_workers
     layout = Layout(len(segments), found.num_items, found.num_merges, strands, workers, 0, 0)
     array = np.full(layout.offsets[-1], UNWRITTEN, np.int32)
@@ -92,7 +93,7 @@ def test_random_segments_and_configurations_give_the_same_words(group):
     for seed in range(10 * group, 10 * group + 10):
         rng = np.random.default_rng(seed)
         configs = [random_config(rng) for _ in range(int(rng.integers(1, 4)))]
-        case = random_segments(rng), configs, random_options(rng)
+        case = random_segments(rng), configs, random_cutting(rng)
         found, array = written(work.make_work, *case)
         expected, words = written(work.make_work_in_numpy, *case)
         assert found == expected, seed
@@ -141,10 +142,10 @@ def test_too_little_memory_is_an_error_with_what_to_do(monkeypatch):
 @pytest.mark.compiler
 def test_what_is_planned_between_planning_and_writing_changes_nothing():
     rng = np.random.default_rng(3)
-    one, other = ((random_segments(rng), [random_config(rng)], random_options(rng)) for _ in range(2))
+    one, other = ((random_segments(rng), [random_config(rng)], random_cutting(rng)) for _ in range(2))
     expected = written(work.make_work_in_numpy, *one)[1]
-    found, write = work.make_work(one[0], one[1], **one[2])
-    work.make_work(other[0], other[1], **other[2])  # as a signal's handler may, which runs at any time
+    found, write = work.make_work(*one)
+    work.make_work(*other)  # as a signal's handler may, which runs at any time
     written(work.make_work, *other)
     layout = Layout(
         len(one[0]), found.num_items, found.num_merges, len(found.config.strands), found.config.num_workers, 0, 0
@@ -162,6 +163,8 @@ def test_every_word_of_a_plan_is_written():
 
 
 @pytest.mark.compiler
-def test_a_users_flags_do_not_change_plans():
-    *_, last = work.planner_source().last_flags
-    assert last == "-ffp-contract=off"
+def test_a_users_flags_come_before_those_that_keep_plans_the_same(monkeypatch):
+    monkeypatch.setenv("SENNIT_CXXFLAGS", "-Ofast -ffp-contract=fast")
+    assert building._job(work.planner_source()).flags[-4:] == (
+        "-Ofast", "-ffp-contract=fast", "-fno-fast-math", "-ffp-contract=off",
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sennit.backends.base import Append, Attend, Support
 from sennit.backends.flashinfer.parts import Part, divide, new_keys
-from sennit.backends.gpus import ampere_or_newer, made_current
+from sennit.backends.gpus import ampere_or_newer, current_stream, made_current
 from sennit.backends.merging import merge_states
 from sennit.errors import BackendUnavailable, UnsupportedFeature
 from sennit.plan.cost import KernelConfig, Strand
@@ -173,7 +173,7 @@ def _check(launch: Attend) -> None:
 
 def _wrappers_of(launch: Attend) -> _Plan:
     known = _known.setdefault(launch.plan, {})
-    stream = torch.cuda.current_stream().cuda_stream if launch.q.is_cuda else 0
+    stream = current_stream(launch.q.device) if launch.q.is_cuda else 0
     key = launch.spec, launch.page_size, launch.sm_scale, stream
     if key not in known:
         if launch.q.is_cuda and torch.cuda.is_current_stream_capturing():

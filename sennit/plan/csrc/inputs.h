@@ -1,4 +1,4 @@
-// What the planner is given, as plan/native.py lays it out: segments, configurations and options.
+// What the planner is given, as plan/work.py lays it out: segments, configurations and options.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,9 @@
 
 namespace sennit {
 
-// See Segments in plan/segments.py: one entry a segment.
+constexpr int kSegmentFields = 10;
+
+// See Segments in plan/segments.py: one entry a segment; the fields are those of SEGMENT_FIELDS in plan/tensors.py.
 struct Segments {
   int64_t count;
   const int64_t *request, *q_start, *q_len, *kv_start, *kv_len, *key_offset, *causal, *tree_len, *tree_at, *mask_at;

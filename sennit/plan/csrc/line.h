@@ -1,7 +1,6 @@
 // The twin of plan/line.py: tiles laid end to end in one line of time, and where to cut it.
 #pragma once
 
-#include <array>
 #include <cmath>
 #include <vector>
 

@@ -23,8 +23,8 @@ Config read_config(const double* words) {
 }
 
 Segments read_segments(const int64_t* columns, int64_t count) {
-  const int64_t* at[10];
-  for (int i = 0; i < 10; ++i) at[i] = columns + i * count;
+  const int64_t* at[kSegmentFields];
+  for (int i = 0; i < kSegmentFields; ++i) at[i] = columns + i * count;
   return {count, at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8], at[9]};
 }
 
@@ -56,8 +56,8 @@ void plan(const int64_t* columns, int64_t count, const double* configs, int64_t 
 void write(const Schedule& made, int32_t* array, const int64_t* columns, int64_t count, const int64_t* offsets) {
   int32_t* row = array + offsets[0];
   for (int64_t i = 0; i < count; ++i, row += kRowWidth) {
-    for (int64_t column = 0; column < 10; ++column) row[column] = int32_t(columns[column * count + i]);
-    row[10] = row[11] = 0;
+    for (int64_t column = 0; column < int64_t(kRowWidth); ++column)
+      row[column] = column < kSegmentFields ? int32_t(columns[column * count + i]) : 0;
   }
   const auto copy = [&](int64_t at, const auto& values) {
     if (!values.empty()) std::memcpy(array + at, values.data(), values.size() * sizeof values[0]);
