@@ -99,12 +99,9 @@ def _keys(items: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 def _item_times(plan: Plan, strand: npt.NDArray[np.int64]) -> FloatArray:
     """Predicted microseconds of every item, ``[items]``."""
     items, strands = plan.schedule.items, plan.config.strands
-    key_step, item_time, step_time, split_time = np.array(
-        [[s.key_step, s.item_time, s.step_time, s.split_time] for s in strands]
-    ).T[:, strand]
+    key_step, item_time, split_time = np.array([[s.key_step, s.item_time, s.split_time] for s in strands]).T[:, strand]
     steps = np.ceil((items[Item.HOLE_START] - items[Item.KEY_START]) / key_step)
     steps = np.maximum(steps + np.ceil((items[Item.KEY_END] - items[Item.HOLE_END]) / key_step), 1)
-    times: FloatArray = items[Item.NUM_HEADS] * (
-        item_time + steps * step_time + split_time * (items[Item.PARTIAL_ROW] >= 0)
-    )
+    steps *= plan.config.step_times(strand, items[Item.NUM_ROWS])
+    times: FloatArray = items[Item.NUM_HEADS] * (item_time + steps + split_time * (items[Item.PARTIAL_ROW] >= 0))
     return times

@@ -41,11 +41,12 @@ class Strand:
         tile_rows: packed query rows of a tile: tokens times query heads of one KV head.
         key_step: keys that the kernel's inner loop takes at once; cuts fall on its multiples.
         item_time: fixed time of a work item and KV head: reading queries, writing outputs.
-        compute_time: arithmetic of one key step.
+        compute_time: arithmetic of one key step, in a tile of all its rows.
         memory_time: bringing the keys and values of one key step.
         split_time: writing one partial result and merging it later.
         workers: how many there are where the strand has the device for itself, if not all of the configuration's.
         haste: how many times faster a key step is than its time says where other workers leave the bus to it.
+        row_step: rows that arithmetic takes at once, which divides ``tile_rows``, where a tile of few rows takes less.
     """
 
     name: Literal["wide", "narrow"]
@@ -57,11 +58,7 @@ class Strand:
     split_time: float
     workers: int | None = None
     haste: float = 1.0
-
-    @property
-    def step_time(self) -> float:
-        """Time of one key step: arithmetic and loads overlap."""
-        return max(self.compute_time, self.memory_time)
+    row_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,17 @@ class KernelConfig:
     strands: tuple[Strand, ...]
     num_workers: int
     combine: Combine = "sum"
+
+    def step_times(self, strand: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> FloatArray:
+        """Times of a key step in tiles of ``rows``, of the shape of both: arithmetic and loads overlap.
+
+        >>> narrow = Strand("narrow", 16, 64, 1.0, 4.0, 2.0, 1.0, row_step=4)
+        >>> KernelConfig("x", (narrow,), 2).step_times(np.zeros(4, np.int64), np.array([1, 8, 9, 16])).tolist()
+        [2.0, 2.0, 3.0, 4.0]
+        """
+        taken = np.ceil(rows / self.row_steps[strand]) * (self.row_steps / self.tile_rows)[strand]
+        times: FloatArray = np.maximum(self.compute_times[strand] * taken, self.memory_times[strand])
+        return times
 
     @property
     def max_partial_rows(self) -> int:
@@ -108,9 +116,14 @@ class KernelConfig:
         return np.array([s.item_time for s in self.strands])
 
     @cached_property
-    def step_times(self) -> FloatArray:
-        """Time of a key step, ``[strands]``."""
-        return np.array([s.step_time for s in self.strands])
+    def row_steps(self) -> npt.NDArray[np.int64]:
+        """Rows that arithmetic takes at once, ``[strands]``."""
+        return np.array([s.row_step or s.tile_rows for s in self.strands])
+
+    @cached_property
+    def compute_times(self) -> FloatArray:
+        """Time of the arithmetic of a key step in a tile of all its rows, ``[strands]``."""
+        return np.array([s.compute_time for s in self.strands])
 
     @cached_property
     def memory_times(self) -> FloatArray:
@@ -142,7 +155,8 @@ def total(values: FloatArray) -> FloatArray:
 
 def segment_times(segments: Segments, group_size: int, num_kv_heads: int, config: KernelConfig) -> FloatArray:
     """Times ``[2, strands, segments]``, on a worker and on the memory bus, of all tiles and heads of a segment."""
-    tiles = np.ceil(segments.q_len * group_size / config.tile_rows[:, None])
+    rows, tile_rows = segments.q_len * group_size, config.tile_rows[:, None]
+    tiles = np.ceil(rows / tile_rows)
     keys: npt.NDArray[Any] = segments.kv_len
     if tiles.max(initial=0) > 1:
         # Under causality the rows of a tile see, on average, half of the new keys that other tiles see.
@@ -150,10 +164,13 @@ def segment_times(segments: Segments, group_size: int, num_kv_heads: int, config
     if segments.window is not None:
         keys = np.minimum(keys, _window_keys(segments, segments.window, tiles))
     steps = np.ceil(keys / config.key_steps[:, None])
-    tiles *= num_kv_heads
+    strand = np.arange(len(config.strands))[:, None]
+    # All tiles are full but for the last.
+    last = config.step_times(strand, rows - (tiles - 1) * tile_rows)
+    of_steps = steps * ((tiles - 1) * config.step_times(strand, tile_rows) + last)
     times = np.empty((2, *tiles.shape))
-    np.multiply(tiles, config.item_times[:, None] + steps * config.step_times[:, None], out=times[0])
-    np.multiply(tiles, steps * config.memory_times[:, None], out=times[1])
+    np.multiply(num_kv_heads, tiles * config.item_times[:, None] + of_steps, out=times[0])
+    np.multiply(num_kv_heads, tiles * (steps * config.memory_times[:, None]), out=times[1])
     return times
 
 

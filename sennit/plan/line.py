@@ -61,7 +61,7 @@ class Line:
     @cached_property
     def unit_time(self) -> FloatArray:
         """Time of a unit."""
-        time = self.config.step_times[self.strand]
+        time = self.config.step_times(self.strand, self.num_rows)
         return time if self.chunks is None else time * self.chunks.steps
 
     @cached_property

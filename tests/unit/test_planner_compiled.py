@@ -26,7 +26,8 @@ def random_strand(rng, name):
     times = rng.choice([0.1, 0.5, 1.0, 2.0, 3.7, 14.0], 4).tolist()
     workers = int(rng.integers(1, 200)) if rng.random() < 0.5 else None
     rows, step = int(rng.choice([8, 16, 64, 128])), int(rng.choice([16, 32, 64, 128]))
-    return Strand(name, rows, step, *times, workers=workers, haste=float(rng.choice([1.0, 1.7])))
+    row_step = int(rng.choice([1, 4, rows])) if rng.random() < 0.5 else None
+    return Strand(name, rows, step, *times, workers=workers, haste=float(rng.choice([1.0, 1.7])), row_step=row_step)
 
 
 def random_config(rng):

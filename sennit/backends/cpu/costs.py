@@ -7,76 +7,82 @@ from functools import cache
 
 import torch
 
-from sennit.backends.cpu.instructions import PAIR_SETS, instruction_set
+from sennit.backends.cpu.instructions import PAIR_SETS, InstructionSet, instruction_set
 from sennit.plan.cost import KernelConfig, Strand
 from sennit.spec import AttentionSpec
 
 __all__ = ["kernel_configs"]
 
 WIDE_STEP, NARROW_STEP = 128, 16  # keys
-WIDE_ROWS = (
-    256,
-    128,
-    64,
-    32,
-)  # many rows share the packing of values; up to two vectors of rows are a kernel of their own
+# Many rows share the packing of values; up to two vectors of rows are a kernel of their own.
+WIDE_ROWS = (256, 128, 64, 32)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What one core does in a microsecond, measured by the benchmarks.
+    """What one core does in a microsecond, in thousands, measured by the benchmarks.
 
     Attributes:
-        products: thousands of floating-point operations in products of wide tiles.
-        logits: thousands of logits made weights.
-        packed: thousands of numbers of values packed for a wide tile.
+        wide_pairs: floating-point operations of wide tiles of bfloat16, where the set multiplies pairs of them.
+        narrow_pairs: the same of narrow tiles.
+        floats: operations on floats.
+        logits: logits made weights.
+        packed: numbers of values packed for a wide tile.
+        scattered: bytes read of scattered pages.
     """
 
-    products: float
+    wide_pairs: float
+    narrow_pairs: float
+    floats: float
     logits: float
     packed: float
+    scattered: float
 
 
-# Where not everything is bfloat16, "amx" and "avx512_bf16" multiply floats too.
-SPEEDS = {
-    "amx": Speed(1000, 4, 22),
-    "avx512_bf16": Speed(480, 5.5, 22),
-    "avx512": Speed(145, 5, 22),
-    "avx2": Speed(70, 2, 11),
-    "neon": Speed(30, 1, 5),
-    "generic": Speed(15, 0.5, 3),
+SPEEDS = {  # the second is that of AMD's, whose vectors of 512 bits multiply once a cycle; Intel's servers do twice
+    "amx": Speed(1000, 145, 145, 4, 22, 12),
+    "avx512_bf16": Speed(230, 130, 90, 6.5, 22, 18),
+    "avx512": Speed(145, 145, 145, 5, 22, 12),
+    "avx2": Speed(70, 70, 70, 2, 11, 12),
+    "neon": Speed(30, 30, 30, 1, 5, 12),
+    "generic": Speed(15, 15, 15, 0.5, 3, 12),
 }
-BYTES = 12  # thousands that a core reads of scattered pages in a microsecond
 
 
 def kernel_configs(spec: AttentionSpec, threads: int) -> tuple[KernelConfig, ...]:
     """One configuration for each height of wide tiles; narrow ones have as many rows as the kernel takes."""
-    name = instruction_set().name
-    if name in PAIR_SETS and not spec.dtype == spec.kv_dtype == torch.bfloat16:
-        name = "avx512"
+    machine = instruction_set()
+    pairs = machine.name in PAIR_SETS and spec.dtype == spec.kv_dtype == torch.bfloat16
     bytes_per_key = spec.kv_bytes_per_token // spec.num_kv_heads
-    return _configs(name, spec.head_dim_qk, spec.head_dim_vo, bytes_per_key, spec.group_size, threads)
+    return _configs(machine, pairs, spec.head_dim_qk, spec.head_dim_vo, bytes_per_key, spec.group_size, threads)
 
 
 @cache
 def _configs(
-    name: str, dim_qk: int, dim_vo: int, bytes_per_key: int, group_size: int, threads: int
+    machine: InstructionSet,
+    pairs: bool,
+    dim_qk: int,
+    dim_vo: int,
+    bytes_per_key: int,
+    group_size: int,
+    threads: int,
 ) -> tuple[KernelConfig, ...]:
-    speed = SPEEDS[name]
-    narrow_rows = 8 if name == "amx" else instruction_set().lanes  # kNarrowRows of strands.h
-    vectors = SPEEDS["avx512"] if name in PAIR_SETS else speed  # narrow tiles, in floats or pairs, are not as dense
+    speed = SPEEDS[machine.name]
+    wide_rate, narrow_rate = (speed.wide_pairs, speed.narrow_pairs) if pairs else (speed.floats, speed.floats)
+    narrow_rows = 8 if machine.name == "amx" and pairs else machine.lanes  # kNarrowRows of strands.h
     row = (dim_qk + dim_vo) * 2
 
     def wide(rows: int) -> Strand:
-        weights = rows * WIDE_STEP * (row / speed.products + 1 / speed.logits) / 1e3
+        weights = rows * WIDE_STEP * (row / wide_rate + 1 / speed.logits) / 1e3
         return Strand(
             "wide",
             rows,
             WIDE_STEP,
             item_time=2 + rows * (dim_qk + dim_vo) / speed.packed / 1e3,
             compute_time=weights + WIDE_STEP * dim_vo / speed.packed / 1e3,
-            memory_time=WIDE_STEP * bytes_per_key / BYTES / 1e3,
-            split_time=rows * dim_vo * 8 / BYTES / 1e3,
+            memory_time=WIDE_STEP * bytes_per_key / speed.scattered / 1e3,
+            split_time=rows * dim_vo * 8 / speed.scattered / 1e3,
+            row_step=2 * machine.lanes,
         )
 
     decoded = min(narrow_rows, 1 << (group_size - 1).bit_length())  # rows of a decode, as the kernel rounds them
@@ -85,8 +91,10 @@ def _configs(
         narrow_rows,
         NARROW_STEP,
         item_time=1,
-        compute_time=NARROW_STEP * decoded * row / vectors.products / 1e3,
-        memory_time=NARROW_STEP * bytes_per_key / BYTES / 1e3,
-        split_time=decoded * dim_vo * 8 / BYTES / 1e3,
+        compute_time=NARROW_STEP * narrow_rows * row / narrow_rate / 1e3,
+        memory_time=NARROW_STEP * bytes_per_key / speed.scattered / 1e3,
+        split_time=decoded * dim_vo * 8 / speed.scattered / 1e3,
+        row_step=min(4, narrow_rows),
     )
+    name = machine.name if pairs or machine.name not in PAIR_SETS else "avx512"
     return tuple(KernelConfig(f"{name}-{rows}x{threads}", (wide(rows), narrow), threads) for rows in WIDE_ROWS)

@@ -47,7 +47,8 @@ inline void segment_times(const Segments& segments, const Config& config, const 
     for (int64_t i = 0; i < count; ++i) {
       const int64_t q_len = segments.q_len[i], kv_len = segments.kv_len[i];
       const bool causal = segments.causal[i] > 0;
-      double of_segment = tiles[s][i], keys = double(kv_len);
+      const double of_segment = tiles[s][i], rows = double(q_len * options.group_size);
+      double keys = double(kv_len);
       if (most > 1) keys -= double(segments.causal[i] * q_len) * (0.5 - 0.5 / std::max(of_segment, 1.0));
       if (options.windowed) {
         const bool all = options.window_left < 0 || options.inexact;
@@ -56,9 +57,12 @@ inline void segment_times(const Segments& segments, const Config& config, const 
         keys = std::min(keys, double(behind + ahead) + double(q_len) / std::max(of_segment, 1.0));
       }
       const double steps = std::ceil(keys / double(strand.key_step));
-      of_segment *= double(options.num_heads);
-      worker[s][i] = of_segment * (strand.item_time + steps * strand.step_time);
-      bus[s][i] = of_segment * (steps * strand.memory_time);
+      // All tiles are full but for the last.
+      const double tile_rows = double(strand.tile_rows), full = strand.step_time(tile_rows);
+      const double last = strand.step_time(rows - (of_segment - 1) * tile_rows);
+      const double of_steps = steps * ((of_segment - 1) * full + last), heads = double(options.num_heads);
+      worker[s][i] = heads * (of_segment * strand.item_time + of_steps);
+      bus[s][i] = heads * (of_segment * (steps * strand.memory_time));
     }
   }
 }

@@ -1,6 +1,8 @@
 // What the planner is given, as plan/work.py lays it out: segments, configurations and options.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -18,8 +20,14 @@ enum Combine { kSum, kMax, kTurns, kApart };
 
 // See Strand in plan/cost.py.
 struct Strand {
-  int64_t tile_rows, key_step, workers;
-  double item_time, step_time, memory_time, split_time, haste;
+  int64_t tile_rows, key_step, row_step, workers;
+  double item_time, compute_time, memory_time, split_time, haste;
+
+  // Time of a key step in a tile of so many rows: arithmetic and loads overlap.
+  double step_time(double rows) const {
+    const double taken = std::ceil(rows / double(row_step)) * (double(row_step) / double(tile_rows));
+    return std::max(compute_time * taken, memory_time);
+  }
 };
 
 // See KernelConfig in plan/cost.py.

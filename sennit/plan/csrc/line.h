@@ -130,7 +130,7 @@ class Line {
                                   : Keys{0, end, end, end};
     // A tile that sees no key still takes a step: it writes zeros.
     block.units = std::max(block.keys.steps(strand.key_step), int64_t(1));
-    block.base_time = strand.item_time, block.unit_time = strand.step_time;
+    block.base_time = strand.item_time, block.unit_time = strand.step_time(double(block.num_rows));
     add(block);
   }
 
@@ -146,7 +146,7 @@ class Line {
       block.keys = key_steps(std::min(first, last), last, start, num_sinks, strand.key_step, options.page_size);
       block.steps = std::max(block.keys.steps(strand.key_step), int64_t(1));
       block.base_time = strand.item_time + strand.split_time * double(block.chunks > 1);
-      block.unit_time = strand.step_time * double(block.steps);
+      block.unit_time = strand.step_time(double(block.num_rows)) * double(block.steps);
       add(block);
     }
   }
