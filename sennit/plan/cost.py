@@ -47,6 +47,7 @@ class Strand:
         workers: how many there are where the strand has the device for itself, if not all of the configuration's.
         haste: how many times faster a key step is than its time says where other workers leave the bus to it.
         row_step: rows that arithmetic takes at once, which divides ``tile_rows``, where a tile of few rows takes less.
+        heads: KV heads that a work item takes together, which divides the layer's; cuts divide the keys of all of them.
     """
 
     name: Literal["wide", "narrow"]
@@ -59,6 +60,7 @@ class Strand:
     workers: int | None = None
     haste: float = 1.0
     row_step: int | None = None
+    heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class KernelConfig:
     @property
     def max_partial_rows(self) -> int:
         """Rows of partial results that cuts can give: each ends one item and begins another, of any strand."""
-        return 2 * self.num_workers * sum(strand.tile_rows for strand in self.strands)
+        return 2 * self.num_workers * sum(strand.tile_rows * strand.heads for strand in self.strands)
 
     @cached_property
     def workers(self) -> npt.NDArray[np.int64]:
@@ -121,6 +123,11 @@ class KernelConfig:
         return np.array([s.row_step or s.tile_rows for s in self.strands])
 
     @cached_property
+    def heads(self) -> npt.NDArray[np.int64]:
+        """KV heads that an item takes together, ``[strands]``."""
+        return np.array([s.heads for s in self.strands])
+
+    @cached_property
     def compute_times(self) -> FloatArray:
         """Time of the arithmetic of a key step in a tile of all its rows, ``[strands]``."""
         return np.array([s.compute_time for s in self.strands])
@@ -129,11 +136,6 @@ class KernelConfig:
     def memory_times(self) -> FloatArray:
         """Time of a key step on the memory bus, ``[strands]``."""
         return np.array([s.memory_time for s in self.strands])
-
-    @cached_property
-    def cut_times(self) -> FloatArray:
-        """What cutting a head adds: another item, and two partial results, ``[strands]``."""
-        return self.item_times + 2 * self.split_times
 
     @cached_property
     def split_times(self) -> FloatArray:

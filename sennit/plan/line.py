@@ -26,12 +26,13 @@ MAX_PASSES = 6
 class Line:
     """All tiles of a step end to end, strand after strand, measured in units that are never cut.
 
-    A block is one tile of a segment, or one fixed chunk of its keys, for all KV heads. Each head of it is
-    ``head_units`` units long: its key steps, or one where chunks are fixed. A head takes its base time once and its
-    unit time a unit; a head in two parts takes the base time twice, and the split time for each part::
+    A block is one tile of a segment, or one fixed chunk of its keys, for all KV heads. A band of it is as many of them
+    as the strand takes together, and ``band_units`` units long: its key steps, or one where chunks are fixed. A band
+    takes its base time once and its unit time a unit; a band in two parts takes the base time twice, and the split time
+    for each part::
 
         block 0                     block 1
-        |head 0    |head 1    |...  |head 0  |head 1  |...
+        |band 0    |band 1    |...  |band 0  |band 1  |...
         |base|u|u|u|base|u|u|u|     |base|u|u|base|u|u|
 
     Arrays have one entry a block.
@@ -44,41 +45,51 @@ class Line:
     row_start: Int64Array
     num_rows: Int64Array
     keys: KeySteps
-    head_units: Int64Array
-    chunks: Chunks | None  # fixed chunks, in which case heads are not divisible
+    band_units: Int64Array
+    chunks: Chunks | None  # fixed chunks, in which case bands are not divisible
 
     def __len__(self) -> int:
         return len(self.segment)
 
     @cached_property
+    def band_heads(self) -> Int64Array:
+        """Heads of a band."""
+        return self.config.heads[self.strand]
+
+    @cached_property
     def base_time(self) -> FloatArray:
-        """Time that a head takes once: reading queries, and writing results (to be merged, if chunks are fixed)."""
-        base = self.config.item_times[self.strand]
+        """Time that a band takes once: reading queries, and writing results (to be merged, if chunks are fixed)."""
+        base = self.config.item_times[self.strand] * self.band_heads
         if self.chunks is not None:
-            base = base + self.config.split_times[self.strand] * (self.chunks.count > 1)
+            base = base + self.split_time * (self.chunks.count > 1)
         return base
 
     @cached_property
     def unit_time(self) -> FloatArray:
         """Time of a unit."""
-        time = self.config.step_times(self.strand, self.num_rows)
+        time = self.config.step_times(self.strand, self.num_rows) * self.band_heads
         return time if self.chunks is None else time * self.chunks.steps
 
     @cached_property
-    def head_time(self) -> FloatArray:
-        """Time of one undivided head of each block."""
-        time: FloatArray = self.base_time + self.head_units * self.unit_time
+    def split_time(self) -> FloatArray:
+        """Time of writing the partial results of a part of a band, and of merging them."""
+        return self.config.split_times[self.strand] * self.band_heads
+
+    @cached_property
+    def band_time(self) -> FloatArray:
+        """Time of one undivided band of each block."""
+        time: FloatArray = self.base_time + self.band_units * self.unit_time
         return time
 
     @cached_property
     def unit_start(self) -> Int64Array:
         """First unit of each block, and the line's length."""
-        return prefix_sums(self.head_units * self.num_heads)
+        return prefix_sums(self.band_units * (self.num_heads // self.band_heads))
 
     @cached_property
     def time_start(self) -> FloatArray:
         """Time at which each block begins, and the whole."""
-        return prefix_sums(self.head_time * self.num_heads)
+        return prefix_sums(self.band_time * (self.num_heads // self.band_heads))
 
     @property
     def strand_blocks(self) -> list[int]:
@@ -103,36 +114,36 @@ class Line:
     def unit_at(self, time: FloatArray) -> Int64Array:
         """Unit boundary nearest to each time."""
         block = self.time_start[1:-1].searchsorted(time, side="right")
-        head, rest = np.divmod(time - self.time_start[block], self.head_time[block])
-        # Both ends of a head are boundaries; in between, the base time comes before the first unit.
-        units = self.head_units[block]
+        band, rest = np.divmod(time - self.time_start[block], self.band_time[block])
+        # Both ends of a band are boundaries; in between, the base time comes before the first unit.
+        units = self.band_units[block]
         base = self.base_time[block] if self.chunks is None else 0.0
         within = np.rint((rest - base) / self.unit_time[block])
         within = np.minimum(np.maximum(within, 0), units)
-        return self.unit_start[block] + (head * units + within).astype(np.int64)
+        return self.unit_start[block] + (band * units + within).astype(np.int64)
 
     def times_between(self, start: Int64Array, end: Int64Array) -> FloatArray:
         """Time of one worker for units ``start : end``, repeated base and split times included."""
         if not len(self):
             return np.zeros(np.broadcast(start, end).shape)
-        start_block, start_head, start_time, start_extra = self.locate(start)
-        end_block, end_head, end_time, _ = self.locate(end)
-        # Beginning inside a head repeats its base time; each part of a divided head is one partial result.
-        inside_end = end_head >= 0
-        same_head = inside_end & (start_head == end_head) & (start_block == end_block)
-        split = np.where(inside_end & ~same_head, self.config.split_times[self.strand[end_block]], 0.0)
+        start_block, start_band, start_time, start_extra = self.locate(start)
+        end_block, end_band, end_time, _ = self.locate(end)
+        # Beginning inside a band repeats its base time; each part of a divided band is one partial result.
+        inside_end = end_band >= 0
+        same_band = inside_end & (start_band == end_band) & (start_block == end_block)
+        split = np.where(inside_end & ~same_band, self.split_time[end_block], 0.0)
         return np.where(start < end, end_time - start_time + start_extra + split, 0.0)
 
     def locate(self, unit: Int64Array) -> tuple[Int64Array, Int64Array, FloatArray, FloatArray]:
-        """Block of a boundary, the head that it divides (-1: none), its time, and the extra time of beginning there."""
+        """Block of a boundary, the band that it divides (-1: none), its time, and the extra time of beginning there."""
         block = self.block_at(unit)
-        head, within = np.divmod(unit - self.unit_start[block], self.head_units[block])
+        band, within = np.divmod(unit - self.unit_start[block], self.band_units[block])
         inside = within > 0
         base = self.base_time[block]
-        time = self.time_start[block] + head * self.head_time[block]
+        time = self.time_start[block] + band * self.band_time[block]
         time = time + np.where(inside, base + within * self.unit_time[block], 0.0)
-        extra = np.where(inside, base + self.config.split_times[self.strand[block]], 0.0)
-        return block, np.where(inside, head, -1), time, extra
+        extra = np.where(inside, base + self.split_time[block], 0.0)
+        return block, np.where(inside, band, -1), time, extra
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,8 +290,11 @@ def _equal_shares(line: Line, strand: int, workers: int, start: float, end: floa
     share = np.arange(1.0, workers)
     if line.chunks is not None:
         return start + share * ((end - start) / workers)
-    repeated, split = line.config.cut_times[strand], line.config.split_times[strand]
-    # Every worker but the first begins, and every one but the last ends, with a part of a head.
+    item, split = (
+        times[strand] * line.config.heads[strand] for times in (line.config.item_times, line.config.split_times)
+    )
+    repeated = item + 2 * split
+    # Every worker but the first begins, and every one but the last ends, with a part of a band.
     each = max(end - start - repeated, 0.0) / workers
     times: FloatArray = np.minimum(share * each + (start + repeated - split), end)
     return times
@@ -291,10 +305,10 @@ def _fullest(line: Line, cuts: Int64Array) -> float:
 
 
 def _polish(line: Line, cuts: Int64Array) -> Int64Array:
-    """From the given cuts, and from those at whole heads, move cuts while that helps; the better result."""
+    """From the given cuts, and from those at whole bands, move cuts while that helps; the better result."""
     table = _UnitTable(line, int(cuts[0]), int(cuts[-1]))
     cuts = cuts - cuts[0]
-    low, high = table.head_begin[cuts], table.head_end[cuts]
+    low, high = table.band_begin[cuts], table.band_end[cuts]
     nearer = np.where(cuts - low <= high - cuts, low, high)
     best = min((table.improve(c) for c in (cuts, nearer)), key=table.fullest)
     return best + table.first
@@ -306,17 +320,17 @@ class _UnitTable:
     def __init__(self, line: Line, first: int, last: int) -> None:
         self.first = first
         unit = np.arange(first, last + 1)
-        block, head, self.time, self.extra = line.locate(unit)
-        units = line.head_units[block]
-        inside = head >= 0
-        self.head_begin = unit - (unit - line.unit_start[block]) % units - first
-        self.head_end = np.where(inside, self.head_begin + units, unit - first)
-        self.split = np.where(inside, line.config.split_times[line.strand[block]], 0.0)
+        block, band, self.time, self.extra = line.locate(unit)
+        units = line.band_units[block]
+        inside = band >= 0
+        self.band_begin = unit - (unit - line.unit_start[block]) % units - first
+        self.band_end = np.where(inside, self.band_begin + units, unit - first)
+        self.split = np.where(inside, line.split_time[block], 0.0)
 
     def times(self, start: Int64Array, end: Int64Array) -> FloatArray:
         """The same as ``Line.times_between``, units counted from ``first``."""
-        begin = self.head_begin[end]
-        split = np.where((begin == self.head_begin[start]) & (start > begin), 0.0, self.split[end])
+        begin = self.band_begin[end]
+        split = np.where((begin == self.band_begin[start]) & (start > begin), 0.0, self.split[end])
         return np.where(start < end, self.time[end] - self.time[start] + self.extra[start] + split, 0.0)
 
     def fullest(self, cuts: Int64Array) -> float:
@@ -333,8 +347,8 @@ class _UnitTable:
                 at = slice(parity, len(cuts) - 1, 2)
                 here = cuts[at]
                 left, right = cuts[parity - 1 : len(cuts) - 2 : 2], cuts[parity + 1 :: 2]
-                low, high = self.head_begin[here], self.head_end[here]
-                lower, higher = self.head_begin[np.maximum(low - 1, 0)], self.head_end[np.minimum(high + 1, last)]
+                low, high = self.band_begin[here], self.band_end[here]
+                lower, higher = self.band_begin[np.maximum(low - 1, 0)], self.band_end[np.minimum(high + 1, last)]
                 moves = np.stack([here, here - 1, here + 1, low, high, lower, higher])
                 moves = np.minimum(np.maximum(moves, left), right)
                 fuller = np.maximum(self.times(left, moves), self.times(moves, right))

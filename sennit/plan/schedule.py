@@ -158,17 +158,17 @@ def _empty() -> Int32Array:
 def _schedule(line: Line, cuts: Int64Array) -> Schedule:
     """Read work items and merges off a line and its cuts.
 
-    Blocks, cuts, and the ends of the heads that cuts divide bound the items: between two neighbours lie whole heads of
-    one block, or a part of one head::
+    Blocks, cuts, and the ends of the bands that cuts divide bound the items: between two neighbours lie whole bands of
+    one block, or a part of one band::
 
         block      |                                        |
-        heads      |         |         |         |          |
+        bands      |         |         |         |          |
         cuts                      |                  |
         items      |         |    |    |         |   |      |
     """
     inner = np.concatenate([row[1:-1] for row in cuts if row[0] < row[-1]])
     divided = line.block_at(inner)
-    units = line.head_units[divided]
+    units = line.band_units[divided]
     within = (inner - line.unit_start[divided]) % units
     inside = within.nonzero()[0]
     begins = inner[inside] - within[inside]
@@ -178,14 +178,15 @@ def _schedule(line: Line, cuts: Int64Array) -> Schedule:
     starts = bounds[distinct]
     length = bounds[distinct + 1] - starts
     block = line.block_at(starts)
-    units = line.head_units[block]
-    head, unit = np.divmod(starts - line.unit_start[block], units)
+    units = line.band_units[block]
+    band, unit = np.divmod(starts - line.unit_start[block], units)
     items = np.empty((ROW_WIDTH, len(starts)), np.int32)
     items[Item.SEGMENT] = line.segment[block]
     items[Item.ROW_START] = line.row_start[block]
     items[Item.NUM_ROWS] = line.num_rows[block]
-    items[Item.HEAD_START] = head
-    items[Item.NUM_HEADS] = np.maximum(length // units, 1)
+    heads = line.band_heads[block]
+    items[Item.HEAD_START] = band * heads
+    items[Item.NUM_HEADS] = np.maximum(length // units, 1) * heads
     if line.chunks is None:
         _set_keys(items, line, block, unit, np.minimum(length, units))
         partial = length < units
@@ -199,7 +200,7 @@ def _schedule(line: Line, cuts: Int64Array) -> Schedule:
 
 
 def _set_keys(items: Int32Array, line: Line, block: Int64Array, unit: Int64Array, count: Int64Array) -> None:
-    """The keys of ``count`` units from ``unit`` of a head."""
+    """The keys of ``count`` units from ``unit`` of a band."""
     step, keys = line.config.key_steps[line.strand[block]], line.keys
     if keys.plain:
         items[Item.KEY_START] = unit * step
@@ -230,19 +231,23 @@ def _partials(
         return _empty(), 0
     if line.chunks is not None:
         return _chunk_partials(line, line.chunks, items, block, at)
-    # The parts of a head follow each other in the line: a merge begins where a head does.
-    rows = items[Item.NUM_ROWS, at].astype(np.int64)
+    # The parts of a band follow each other in the line: the merges of its heads begin where it does.
+    heads = line.band_heads[block[at]]
+    rows = items[Item.NUM_ROWS, at] * heads
     offsets = prefix_sums(rows)
     items[Item.PARTIAL_ROW, at] = offsets[:-1]
-    first = unit[at] == 0
-    items[Item.MERGE, at] = first.cumsum() - 1
-    begins = first.nonzero()[0]
-    merges = items[:, at[begins]]  # segment, row_start, num_rows and head are the same columns
-    merges[Merge.FIRST_ROW] = offsets[begins]
-    merges[Merge.NUM_PARTS, :-1] = begins[1:] - begins[:-1]
-    merges[Merge.NUM_PARTS, -1] = len(at) - begins[-1]
-    merges[Merge.STRIDE] = rows[begins]
-    merges[Merge.STRAND] = line.strand[block[at[begins]]]
+    begins = (unit[at] == 0).nonzero()[0]
+    parts = np.diff(begins, append=len(at))
+    first_merge = prefix_sums(heads[begins])
+    items[Item.MERGE, at] = first_merge[:-1].repeat(parts)
+    owner, parts = begins.repeat(heads[begins]), parts.repeat(heads[begins])
+    head = np.arange(len(owner)) - first_merge[:-1].repeat(heads[begins])
+    merges = items[:, at[owner]]  # segment, row_start, num_rows and head are the same columns
+    merges[Merge.HEAD] += head
+    merges[Merge.FIRST_ROW] = offsets[owner] + head * merges[Merge.NUM_ROWS]
+    merges[Merge.NUM_PARTS] = parts
+    merges[Merge.STRIDE] = rows[owner]
+    merges[Merge.STRAND] = line.strand[block[at[owner]]]
     merges[Merge.STRAND + 1 :] = 0
     return merges, int(offsets[-1])
 

@@ -199,9 +199,9 @@ def _numbers(configs: Sequence[KernelConfig]) -> FloatArray:
 def _words(config: KernelConfig) -> list[float]:
     words: list[float] = [config.num_workers, COMBINES.index(config.combine), len(config.strands)]
     for strand, workers in zip(config.strands, config.workers.tolist(), strict=True):
-        words += [strand.tile_rows, strand.key_step, strand.row_step or strand.tile_rows, workers]
+        words += [strand.tile_rows, strand.key_step, strand.row_step or strand.tile_rows, strand.heads, workers]
         words += [strand.item_time, strand.compute_time, strand.memory_time, strand.split_time, strand.haste]
-    return words + [0.0] * (9 * (2 - len(config.strands)))
+    return words + [0.0] * (10 * (2 - len(config.strands)))
 
 
 def _done(status: int) -> None:

@@ -27,7 +27,10 @@ CONFIGS = [
     *(KernelConfig(f"both-{combine}", (WIDE, NARROW), 132, combine) for combine in ("sum", "max")),
     *(KernelConfig(f"both-{combine}", (HALF, NARROW), 132, combine) for combine in ("turns", "apart")),
 ]
-SMALL_STRANDS = Strand("wide", 8, 4, 1.0, 2.0, 1.0, 0.5, row_step=2), Strand("narrow", 4, 4, 0.5, 0.4, 1.03, 0.4)
+SMALL_STRANDS = (
+    Strand("wide", 8, 4, 1.0, 2.0, 1.0, 0.5, row_step=2),
+    Strand("narrow", 4, 4, 0.5, 0.4, 1.03, 0.4, heads=2),
+)
 SMALL = {
     "sum": KernelConfig("small", SMALL_STRANDS, 7, "sum"),
     "max": KernelConfig("small", SMALL_STRANDS, 7, "max"),
@@ -210,7 +213,7 @@ def test_workers_take_all_items_and_their_predicted_loads_are_the_time_of_their_
                 steps = np.maximum(steps - (items[Item.HOLE_END] - items[Item.KEY_END]) // strand.key_step, 1)
                 step_times = config.step_times(np.full(len(steps), s), items[Item.NUM_ROWS])
                 times = items[Item.NUM_HEADS] * (strand.item_time + steps * step_times)
-                times = times + strand.split_time * (items[Item.PARTIAL_ROW] >= 0)
+                times = times + items[Item.NUM_HEADS] * strand.split_time * (items[Item.PARTIAL_ROW] >= 0)
                 assert plan.schedule.loads[s, worker] == pytest.approx(times.sum())
 
 

@@ -22,16 +22,20 @@ GROUPS = 20
 UNWRITTEN = -7
 
 
-def random_strand(rng, name):
+def random_strand(rng, name, heads):
     times = rng.choice([0.1, 0.5, 1.0, 2.0, 3.7, 14.0], 4).tolist()
     workers = int(rng.integers(1, 200)) if rng.random() < 0.5 else None
     rows, step = int(rng.choice([8, 16, 64, 128])), int(rng.choice([16, 32, 64, 128]))
     row_step = int(rng.choice([1, 4, rows])) if rng.random() < 0.5 else None
-    return Strand(name, rows, step, *times, workers=workers, haste=float(rng.choice([1.0, 1.7])), row_step=row_step)
+    haste = float(rng.choice([1.0, 1.7]))
+    return Strand(name, rows, step, *times, workers=workers, haste=haste, row_step=row_step, heads=heads)
 
 
-def random_config(rng):
-    strands = tuple(random_strand(rng, name) for name in ("wide", "narrow")[: int(rng.choice([1, 2, 2]))])
+def random_config(rng, num_kv_heads):
+    heads = [n for n in (1, 2, 8) if num_kv_heads % n == 0]
+    strands = tuple(
+        random_strand(rng, name, int(rng.choice(heads))) for name in ("wide", "narrow")[: int(rng.choice([1, 2, 2]))]
+    )
     workers = max([int(rng.choice([1, 2, 3, 7, 132, 264])), *(strand.workers or 1 for strand in strands)])
     return KernelConfig("random", strands, workers, str(rng.choice(work.COMBINES)))
 
@@ -77,6 +81,11 @@ def random_cutting(rng):
     )
 
 
+def random_case(rng, num_configs):
+    cutting = random_cutting(rng)
+    return random_segments(rng), [random_config(rng, cutting.num_kv_heads) for _ in range(num_configs)], cutting
+
+
 def written(function, segments, configs, cutting):
     """The work, and the array from behind its header."""
     found, write = function(segments, configs, cutting)
@@ -93,8 +102,7 @@ def test_random_segments_and_configurations_give_the_same_words(group):
     assert work.planner() is not None
     for seed in range(10 * group, 10 * group + 10):
         rng = np.random.default_rng(seed)
-        configs = [random_config(rng) for _ in range(int(rng.integers(1, 4)))]
-        case = random_segments(rng), configs, random_cutting(rng)
+        case = random_case(rng, int(rng.integers(1, 4)))
         found, array = written(work.make_work, *case)
         expected, words = written(work.make_work_in_numpy, *case)
         assert found == expected, seed
@@ -143,7 +151,7 @@ def test_too_little_memory_is_an_error_with_what_to_do(monkeypatch):
 @pytest.mark.compiler
 def test_what_is_planned_between_planning_and_writing_changes_nothing():
     rng = np.random.default_rng(3)
-    one, other = ((random_segments(rng), [random_config(rng)], random_cutting(rng)) for _ in range(2))
+    one, other = (random_case(rng, 1) for _ in range(2))
     expected = written(work.make_work_in_numpy, *one)[1]
     found, write = work.make_work(*one)
     work.make_work(*other)  # as a signal's handler may, which runs at any time

@@ -20,7 +20,7 @@ enum Combine { kSum, kMax, kTurns, kApart };
 
 // See Strand in plan/cost.py.
 struct Strand {
-  int64_t tile_rows, key_step, row_step, workers;
+  int64_t tile_rows, key_step, row_step, heads, workers;
   double item_time, compute_time, memory_time, split_time, haste;
 
   // Time of a key step in a tile of so many rows: arithmetic and loads overlap.

@@ -18,8 +18,9 @@ struct Block {
   int strand;
   int64_t segment, row_start, num_rows;
   Keys keys;
-  int64_t units, chunk, chunks, steps;  // of a head; of fixed chunks: this one's index, their count, its key steps
-  double base_time, unit_time, head_time;
+  int64_t units, chunk, chunks, steps;  // of a band; of fixed chunks: this one's index, their count, its key steps
+  int64_t heads, bands;                 // of a band; of the block
+  double base_time, unit_time, band_time, split_time;
 };
 
 // Quotient, rounded down, and rest, as NumPy divides doubles.
@@ -55,8 +56,8 @@ class Line {
     strand_blocks[config.num_strands] = int(blocks.size());
     unit_start.assign(1, 0), time_start.assign(1, 0);
     for (const Block& block : blocks) {
-      unit_start.push_back(unit_start.back() + block.units * num_heads);
-      time_start.push_back(time_start.back() + block.head_time * double(num_heads));
+      unit_start.push_back(unit_start.back() + block.units * block.bands);
+      time_start.push_back(time_start.back() + block.band_time * double(block.bands));
     }
   }
 
@@ -73,18 +74,18 @@ class Line {
     const auto first = time_start.begin() + 1, last = time_start.end() - 1;
     const size_t at = size_t(std::upper_bound(first, last, time) - first);
     const Block& block = blocks[at];
-    double head, rest;
-    floor_divide(time - time_start[at], block.head_time, &head, &rest);
+    double band, rest;
+    floor_divide(time - time_start[at], block.band_time, &band, &rest);
     const double units = double(block.units);
     double within = std::nearbyint((rest - (chunked ? 0.0 : block.base_time)) / block.unit_time);
     within = std::min(std::max(within, 0.0), units);
-    return unit_start[at] + int64_t(head * units + within);
+    return unit_start[at] + int64_t(band * units + within);
   }
 
-  // A boundary between units: its block, the head that it divides (-1: none), its time, and that of beginning there.
+  // A boundary between units: its block, the band that it divides (-1: none), its time, and that of beginning there.
   struct Place {
     size_t block;
-    int64_t head;
+    int64_t band;
     double time, extra;
   };
 
@@ -92,28 +93,28 @@ class Line {
 
   Place locate(int64_t unit, size_t at) const {
     const Block& block = blocks[at];
-    const int64_t head = (unit - unit_start[at]) / block.units, within = (unit - unit_start[at]) % block.units;
-    const double time = time_start[at] + double(head) * block.head_time;
+    const int64_t band = (unit - unit_start[at]) / block.units, within = (unit - unit_start[at]) % block.units;
+    const double time = time_start[at] + double(band) * block.band_time;
     if (within == 0) return {at, -1, time, 0.0};
-    return {at, head, time + (block.base_time + double(within) * block.unit_time), block.base_time + split_time(at)};
+    return {at, band, time + (block.base_time + double(within) * block.unit_time), block.base_time + block.split_time};
   }
-
-  double split_time(size_t block) const { return config.strands[blocks[block].strand].split_time; }
 
   double time_between(int64_t start, int64_t end) const {
     if (start >= end) return 0;
     const Place from = locate(start), to = locate(end);
-    const bool same = to.head >= 0 && from.head == to.head && from.block == to.block;
-    return to.time - from.time + from.extra + (to.head >= 0 && !same ? split_time(to.block) : 0.0);
+    const bool same = to.band >= 0 && from.band == to.band && from.block == to.block;
+    return to.time - from.time + from.extra + (to.band >= 0 && !same ? blocks[to.block].split_time : 0.0);
   }
 
  private:
   void add_tiles(const Segments& segments, const Options& options, int64_t segment, int strand) {
-    const int64_t rows = segments.q_len[segment] * options.group_size, most = config.strands[strand].tile_rows;
+    const Strand& of = config.strands[strand];
+    const int64_t rows = segments.q_len[segment] * options.group_size, most = of.tile_rows;
     for (int64_t row = 0; row < rows; row += most) {
       Block block{};
       block.strand = strand, block.segment = segment, block.row_start = row;
       block.num_rows = std::min(rows - row, most);
+      block.heads = of.heads, block.bands = num_heads / of.heads, block.split_time = of.split_time * double(of.heads);
       const int64_t end = last_key(segments, options, segment, (row + block.num_rows - 1) / options.group_size);
       // Where lengths are upper bounds nobody knows where windows begin, and kernels look for themselves.
       const int64_t start = options.inexact ? 0 : window_start(segments, options, segment, row / options.group_size);
@@ -130,7 +131,8 @@ class Line {
                                   : Keys{0, end, end, end};
     // A tile that sees no key still takes a step: it writes zeros.
     block.units = std::max(block.keys.steps(strand.key_step), int64_t(1));
-    block.base_time = strand.item_time, block.unit_time = strand.step_time(double(block.num_rows));
+    block.base_time = strand.item_time * double(block.heads);
+    block.unit_time = strand.step_time(double(block.num_rows)) * double(block.heads);
     add(block);
   }
 
@@ -145,14 +147,14 @@ class Line {
       const int64_t last = std::min(end, first + size);
       block.keys = key_steps(std::min(first, last), last, start, num_sinks, strand.key_step, options.page_size);
       block.steps = std::max(block.keys.steps(strand.key_step), int64_t(1));
-      block.base_time = strand.item_time + strand.split_time * double(block.chunks > 1);
-      block.unit_time = strand.step_time(double(block.num_rows)) * double(block.steps);
+      block.base_time = strand.item_time * double(block.heads) + block.split_time * double(block.chunks > 1);
+      block.unit_time = strand.step_time(double(block.num_rows)) * double(block.heads) * double(block.steps);
       add(block);
     }
   }
 
   void add(Block& block) {
-    block.head_time = block.base_time + double(block.units) * block.unit_time;
+    block.band_time = block.base_time + double(block.units) * block.unit_time;
     blocks.push_back(block);
   }
 };
@@ -166,12 +168,12 @@ class UnitTable {
       while (block + 1 < line.size() && line.unit_start[block + 1] <= unit) ++block;
       const Line::Place place = line.locate(unit, block);
       const int64_t units = line.blocks[block].units, begin = unit - (unit - line.unit_start[block]) % units - first;
-      units_[size_t(unit - first)] = {place.time, place.extra, place.head >= 0 ? line.split_time(block) : 0.0, begin,
-                                      place.head >= 0 ? begin + units : unit - first};
+      units_[size_t(unit - first)] = {place.time, place.extra, place.band >= 0 ? line.blocks[block].split_time : 0.0,
+                                      begin, place.band >= 0 ? begin + units : unit - first};
     }
   }
 
-  // From the given cuts, and from those at whole heads, move cuts while that helps; the better result.
+  // From the given cuts, and from those at whole bands, move cuts while that helps; the better result.
   Units polish(const Units& cuts) const {
     Units here(cuts.size()), nearer(cuts.size());
     for (size_t i = 0; i < cuts.size(); ++i) {
@@ -188,7 +190,7 @@ class UnitTable {
  private:
   struct Unit {
     double time, extra, split;
-    int64_t begin, end;  // of the head
+    int64_t begin, end;  // of the band
   };
   const int64_t first_;
   std::vector<Unit> units_;
@@ -258,13 +260,14 @@ inline std::vector<Units> balance(const Line& line) {
     if (first == last) continue;
     // Where one row holds both strands, the second one's times stand for both.
     const Strand& strand = config.strands[together ? 1 : row];
-    const double repeated = strand.item_time + 2 * strand.split_time;
-    // Every worker but the first begins, and every one but the last ends, with a part of a head.
+    const double heads = double(strand.heads), split = strand.split_time * heads;
+    const double repeated = strand.item_time * heads + 2 * split;
+    // Every worker but the first begins, and every one but the last ends, with a part of a band.
     const double each = std::max(end - start - repeated, 0.0) / count, whole = (end - start) / count;
     for (int64_t worker = 1; worker < workers[row]; ++worker) {
       const double share = double(worker);
       const double time =
-          line.chunked ? start + share * whole : std::min(share * each + (start + repeated - strand.split_time), end);
+          line.chunked ? start + share * whole : std::min(share * each + (start + repeated - split), end);
       cut[size_t(worker)] = line.unit_at(time);
     }
   }

@@ -37,7 +37,7 @@ struct Schedule {
   int64_t num_partial_rows = 0;
 };
 
-// The keys of `count` units from `unit` of a head.
+// The keys of `count` units from `unit` of a band.
 inline void set_keys(Row& item, const Keys& keys, int64_t step, int64_t unit, int64_t count) {
   const int64_t before = ceil_div(keys.hole_start - keys.start, step), last = unit + count - 1;
   const int64_t start = unit < before ? keys.start + unit * step : keys.hole_end + (unit - before) * step;
@@ -49,7 +49,7 @@ inline void set_keys(Row& item, const Keys& keys, int64_t step, int64_t unit, in
   item[Item::kHoleEnd] = int32_t(crossed ? keys.hole_end : end);
 }
 
-// Bounds of items: blocks, cuts, and the ends of the heads that cuts divide.
+// Bounds of items: blocks, cuts, and the ends of the bands that cuts divide.
 inline Units item_bounds(const Line& line, const std::vector<Units>& cuts) {
   Units inner;
   for (const Units& row : cuts) {
@@ -68,17 +68,19 @@ inline Units item_bounds(const Line& line, const std::vector<Units>& cuts) {
   return bounds;
 }
 
-// The parts of a head follow each other in the line: a merge begins where a head does.
+// The parts of a band follow each other in the line: the merges of its heads begin where it does.
 inline void add_part(Schedule& schedule, Row& item, const Block& block, int64_t unit) {
-  if (unit == 0) {
-    schedule.merges.push_back({item[Item::kSegment], item[Item::kRowStart], item[Item::kNumRows],
-                               item[Item::kHeadStart], int32_t(schedule.num_partial_rows), 0, item[Item::kNumRows],
-                               block.strand});
+  const int64_t rows = block.num_rows * block.heads;
+  for (int64_t head = 0; unit == 0 && head < block.heads; ++head) {
+    schedule.merges.push_back(
+        {item[Item::kSegment], item[Item::kRowStart], item[Item::kNumRows], item[Item::kHeadStart] + int32_t(head),
+         int32_t(schedule.num_partial_rows + head * block.num_rows), 0, int32_t(rows), block.strand});
   }
-  item[Item::kMerge] = int32_t(schedule.merges.size()) - 1;
+  const size_t first = schedule.merges.size() - size_t(block.heads);
+  item[Item::kMerge] = int32_t(first);
   item[Item::kPartialRow] = int32_t(schedule.num_partial_rows);
-  schedule.num_partial_rows += block.num_rows;
-  ++schedule.merges.back()[Merge::kNumParts];
+  schedule.num_partial_rows += rows;
+  for (size_t i = first; i < schedule.merges.size(); ++i) ++schedule.merges[i][Merge::kNumParts];
 }
 
 // Chunk c, head h of a tile begin at its partial row (c * heads + h) * num_rows.
@@ -112,12 +114,12 @@ inline Schedule make_schedule(const Segments& segments, const std::vector<int>& 
     const int64_t start = bounds[i], length = bounds[i + 1] - start;
     while (line.unit_start[at + 1] <= start) ++at;
     const Block& block = line.blocks[at];
-    const int64_t head = (start - line.unit_start[at]) / block.units,
+    const int64_t head = (start - line.unit_start[at]) / block.units * block.heads,
                   unit = (start - line.unit_start[at]) % block.units;
     Row item{};
     item[Item::kSegment] = int32_t(block.segment), item[Item::kRowStart] = int32_t(block.row_start);
     item[Item::kNumRows] = int32_t(block.num_rows), item[Item::kHeadStart] = int32_t(head);
-    item[Item::kNumHeads] = int32_t(std::max(length / block.units, int64_t(1)));
+    item[Item::kNumHeads] = int32_t(std::max(length / block.units, int64_t(1)) * block.heads);
     item[Item::kPartialRow] = -1;
     if (line.chunked) {
       item[Item::kKeyStart] = int32_t(block.keys.start), item[Item::kKeyEnd] = int32_t(block.keys.end);
