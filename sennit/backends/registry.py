@@ -23,11 +23,12 @@ __all__ = ["Candidate", "candidates", "choose", "load", "names", "unavailable"]
 BUILT_IN = {
     "cpu": "sennit.backends.cpu:BACKEND",
     "flashinfer": "sennit.backends.flashinfer:BACKEND",
+    "hopper": "sennit.backends.hopper:BACKEND",
     "reference": "sennit.backends.reference:BACKEND",
     "reference-items": "sennit.backends.reference:ITEMS_BACKEND",
     "triton": "sennit.backends.triton:BACKEND",
 }
-AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("hopper", "triton", "reference")}
 ENTRY_POINTS = "sennit.backends"
 SLOWER = "10 to 100 times slower"
 PACKAGE = str(Path(__file__).parents[1]) + os.sep

@@ -23,7 +23,7 @@ from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
 from sennit.spec import AttentionSpec
 
-__all__ = ["TritonBackend"]
+__all__ = ["TritonBackend", "installed", "launch_captures", "merge_counters", "printed_change"]
 
 _Value = TypeVar("_Value")
 OLDEST = (3, 6)
@@ -193,7 +193,7 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> 
         launch.plan, launch.page_table, _contiguous(kv_lens), q, k, v, out, lse, partials, counters, mask,
         _contiguous(launch.sinks), _contiguous(launch.alibi_slopes),
     )  # fmt: skip
-    others = _captures(launch), launch.sm_scale, num_partial_rows, *known.strides
+    others = launch_captures(launch), launch.sm_scale, num_partial_rows, *known.strides
     strands = range(len(config.strands)) if fixed else arrays.strands_with_items
     for strand in strands:
         tile = config.tiles[strand]
@@ -261,7 +261,7 @@ def _form(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, trees: bool) ->
         config,
         strides=(*q.stride()[:2], *pools, *written),
         variants=tuple(_variant(launch, config, strand, trees=trees) for strand in range(len(config.tiles))),
-        change=_change(spec),
+        change=printed_change(spec),
         no_partials=q.new_empty(1, dtype=torch.float32),
         no_counters=q.new_zeros(1, dtype=torch.int32),
     )
@@ -298,7 +298,7 @@ def _variant(launch: Attend, config: TritonConfig, strand: int, *, trees: bool) 
     )
 
 
-def _change(spec: AttentionSpec) -> Any:
+def printed_change(spec: AttentionSpec) -> Any:
     if spec.score_mod is None and spec.mask_mod is None:
         return None
     from sennit.backends.triton.functions import graph_function
@@ -306,7 +306,7 @@ def _change(spec: AttentionSpec) -> Any:
     return graph_function(spec)
 
 
-def _captures(launch: Attend) -> tuple[Any, ...]:
+def launch_captures(launch: Attend) -> tuple[Any, ...]:
     if not launch.spec.captures:
         return ()
     from sennit.backends.triton.functions import capture_arguments

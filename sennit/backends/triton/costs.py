@@ -118,7 +118,9 @@ def shared_memory(tile: Tile, spec: AttentionSpec, *, hopper: bool) -> int:
     # Products of wide tiles read keys in the background, so that their steps need a buffer more.
     multiplied = tile.keys if tile.keys_first else tile.rows
     buffers = tile.stages if hopper and multiplied >= 64 and size == 2 else max(tile.stages - 1, 1)
-    return size * (tile.rows * columns + buffers * tile.keys * row) + 1024
+    # Warps that share 16 rows exchange their weights there, which Hopper's products read from a group's registers.
+    exchanged = tile.rows * tile.keys if not hopper and 16 * tile.num_warps > tile.rows else 0
+    return size * (tile.rows * columns + buffers * tile.keys * row + exchanged) + 1024
 
 
 def is_sixteen_bits(spec: AttentionSpec) -> bool:

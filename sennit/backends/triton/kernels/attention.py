@@ -9,6 +9,7 @@ from sennit.backends.triton.kernels.logits import change_logits, key_positions, 
 from sennit.backends.triton.kernels.merge import merge_if_last
 from sennit.backends.triton.kernels.output import store_partial, store_rows, with_sinks
 from sennit.backends.triton.kernels.plan import load_item, load_segment, packed_rows, worker_items
+from sennit.backends.triton.kernels.ranges import key_ranges
 from sennit.backends.triton.kernels.softmax import (
     empty_state,
     empty_sums,
@@ -24,51 +25,6 @@ __all__ = ["attend_kernel"]
 LOG2E = tl.constexpr(1.4426950408889634)
 FLOATS_AT_ONCE = tl.constexpr(32)
 LARGEST_SCALE = tl.constexpr(64.0)  # below which `weigh_bare` holds for any logits that make sense
-
-
-@triton.jit
-def key_ranges(segment, item, variant: tl.constexpr):
-    """``(sink_start, sink_end, start, end, bare_start, bare_end)``: what some row of an item may see of its keys.
-
-    Sink tokens have a range of their own where there is a window. All rows see all keys of the bare range::
-
-        |sinks|    hidden    | some rows | bare: all rows | some rows |
-        sink_start           start                                  end
-    """
-    _, _, q_len, _, _, exact_len, key_offset, causal, tree_len, _ = segment
-    _, row_start, num_rows, _, _, _, key_start, hole_start, key_end, _ = item
-    # Positions of the first and the last row, or limits of them.
-    first = exact_len - q_len + row_start // variant.group_size
-    last = exact_len - q_len + (row_start + num_rows - 1) // variant.group_size
-    committed = exact_len - tree_len
-    if variant.trees:
-        first = tl.where(tree_len > 0, committed, first)
-        last = tl.where(tree_len > 0, exact_len - 1, last)
-    ordered = (causal != 0) & (tree_len == 0)
-    end = tl.minimum(key_end, exact_len)
-    end = tl.where(ordered, tl.minimum(end, last + 1 - key_offset), end)
-    sink_start = key_start
-    sink_end = key_start
-    start = key_start
-    if variant.num_sink_tokens > 0:
-        sink_end = tl.maximum(tl.minimum(tl.minimum(hole_start, variant.num_sink_tokens - key_offset), end), key_start)
-        start = sink_end
-    bare_end = end
-    bare_end = tl.where(ordered, tl.minimum(bare_end, first + 1 - key_offset), bare_end)
-    if variant.trees:
-        bare_end = tl.where(tree_len > 0, tl.minimum(bare_end, committed), bare_end)
-    if variant.window_right is not None:
-        reach = last.to(tl.int64) + variant.window_right + 1 - key_offset
-        end = tl.minimum(reach, end).to(tl.int32)
-        reach = first.to(tl.int64) + variant.window_right + 1 - key_offset
-        bare_end = tl.minimum(reach, bare_end).to(tl.int32)
-    bare_start = start
-    if variant.window_left is not None:
-        reach = first.to(tl.int64) - variant.window_left - key_offset
-        start = tl.maximum(reach, start).to(tl.int32)
-        reach = last.to(tl.int64) - variant.window_left - key_offset
-        bare_start = tl.minimum(tl.maximum(reach, start), tl.maximum(end, start)).to(tl.int32)
-    return sink_start, sink_end, start, end, bare_start, bare_end
 
 
 @triton.jit
@@ -191,7 +147,7 @@ def attend_head(
     bare_loop: tl.constexpr = variant.tile.bare_loop and packed_mask is None
     request, q_start, q_len, kv_start, _, exact_len, key_offset, _, tree_len, _ = segment
     _, row_start, num_rows, head_start, _, partial_row, _, _, _, _ = item
-    tokens, of_group, exists = packed_rows(row_start, num_rows, first_row, num_queries, variant.group_size)
+    tokens, of_group, exists = packed_rows(row_start, num_rows, first_row + tl.arange(0, num_queries), variant.group_size)
     heads = kv_head * variant.group_size + of_group
     positions = row_positions(tokens, q_len, exact_len, tree_len, tree, variant.trees)
     transforms: tl.constexpr = variant.logits_soft_cap is not None or alibi_slopes is not None or change is not None

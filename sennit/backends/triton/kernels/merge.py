@@ -52,7 +52,7 @@ def merge_rows(merge, first, plan, out, lse, partials, sinks, variant: tl.conste
             sums_tail = sums_tail * factor[:, None] + tl.sum(weights[:, :, None] * values, 0)
     lse_values, factor = lse_and_factor(largest * LOG2E, total)
     segment, _ = load_segment(plan, index, None)
-    tokens, of_group, exists = packed_rows(row_start, num_rows, first, rows, variant.group_size)
+    tokens, of_group, exists = packed_rows(row_start, num_rows, lanes, variant.group_size)
     heads = kv_head * variant.group_size + of_group
     if sinks is not None:
         lse_values, sink_factor = with_sinks(lse_values, heads, sinks)

@@ -106,11 +106,10 @@ def load_merge(plan, index):
 
 
 @triton.jit
-def packed_rows(row_start, num_rows, first, rows: tl.constexpr, group_size: tl.constexpr):
-    """Token, head of its group, and whether it exists, of rows ``first : first + rows`` of an item or a merge.
+def packed_rows(row_start, num_rows, lanes, group_size: tl.constexpr):
+    """Token, head of its group, and whether it exists, of the rows ``lanes`` of an item or a merge.
 
     Rows that do not exist repeat the last one.
     """
-    lane = first + tl.arange(0, rows)
-    packed = row_start + tl.minimum(lane, num_rows - 1)
-    return packed // group_size, packed % group_size, lane < num_rows
+    packed = row_start + tl.minimum(lanes, num_rows - 1)
+    return packed // group_size, packed % group_size, lanes < num_rows

@@ -1,0 +1,151 @@
+"""The Hopper backend: launches of the kernel, and which layers and devices it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+
+from sennit import env
+from sennit.backends.base import Append, Attend, Support
+from sennit.backends.floats import dense_columns
+from sennit.backends.gpus import made_current
+from sennit.backends.hopper.configs import HopperConfig, columns_of, kernel_configs, takes
+from sennit.backends.hopper.pools import FEWEST_BOX_ROWS, Rows, box_rows, rows_of
+from sennit.backends.hopper.variant import Variant
+from sennit.backends.triton.backend import TritonBackend, installed, launch_captures, merge_counters, printed_change
+from sennit.plan.cost import KernelConfig
+from sennit.plan.tensors import Header
+from sennit.spec import AttentionSpec
+
+__all__ = ["HopperBackend"]
+
+LARGEST_SCALE = 64.0  # below which products may be weighed before they are scaled
+ALIGNED = 16  # bytes
+PARTS = 2  # groups of warps that share a wide tile
+
+
+@dataclass(frozen=True)
+class HopperBackend(TritonBackend):
+    """Attention by a kernel for Hopper; appends, merges and copies of pages are Triton's."""
+
+    name: str = "hopper"
+
+    def available(self, device: torch.device) -> Support:
+        """On Hopper GPUs."""
+        if device.type != "cuda":
+            return Support.no(f"it runs on Hopper GPUs, not on {device}")
+        if env.triton_interpreted():
+            return Support.no("Triton's interpreter does not run it")
+        support = installed()
+        if not support.accepted:
+            return Support.no(support.reason)  # which Triton's own backend says with a warning
+        if torch.cuda.get_device_capability(device)[0] != 9:
+            return Support.no(f"it runs on Hopper GPUs, not on {torch.cuda.get_device_name(device)}")
+        return Support.yes()
+
+    def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
+        """See :func:`~sennit.backends.hopper.configs.takes`; and pages of a multiple of 8 tokens."""
+        if "small_pages" in features:
+            return Support.no(f"pages are copied {FEWEST_BOX_ROWS} tokens at once, of which the page size is no multiple")
+        return takes(spec)
+
+    def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
+        """See :func:`~sennit.backends.hopper.configs.kernel_configs`."""
+        return _configs(spec, device)
+
+    def attend(self, launch: Attend) -> None:
+        """See :class:`~sennit.backends.base.Backend`."""
+        arrays = launch.arrays
+        fixed = arrays[Header.GENERATION] > 0  # a graph of this launch serves other plans at the same addresses
+        if not (arrays[Header.NUM_ITEMS] or fixed):
+            return
+        q, out = dense_columns(launch.q), dense_columns(launch.out)
+        with made_current(q.device):
+            _run(launch, q, out, fixed=fixed)
+        if out is not launch.out:
+            launch.out.copy_(out)
+
+
+def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> None:
+    spec, config, arrays = launch.spec, cast(HopperConfig, launch.config), launch.arrays
+    k_rows, v_rows = rows_of("kv: k", launch.k), rows_of("kv: v", launch.v)
+    num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
+    partials, counters = None, None
+    if num_partial_rows:
+        partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
+        most = config.num_workers * len(config.strands) * max(strand.heads for strand in config.strands)
+        counters = merge_counters(q.device, PARTS * (most if fixed else arrays[Header.NUM_MERGES]))
+    variant = _variant(launch, config, q)
+    lse = launch.lse
+    boxes = [_query_boxes(q, tile.rows // parts, variant) if tile and variant.query_boxes else None
+             for tile, parts in ((config.wide, PARTS), (config.narrow, 1))]  # fmt: skip
+    _kernel()[(config.num_workers, 1, 1)](
+        launch.plan, launch.page_table, _contiguous(launch.kv_lens), q, *boxes,
+        _pool_boxes(launch.k, k_rows, variant), _pool_boxes(launch.v, v_rows, variant), out, lse,
+        launch.plan if partials is None else partials, launch.plan if counters is None else counters,
+        launch.packed_mask, _contiguous(launch.sinks), _contiguous(launch.alibi_slopes),
+        launch_captures(launch), launch.sm_scale, num_partial_rows, *q.stride()[:2], *k_rows[3:], *v_rows[3:],
+        *out.stride()[:2], *((0, 0) if lse is None else lse.stride()), variant, printed_change(spec),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _variant(launch: Attend, config: HopperConfig, q: torch.Tensor) -> Variant:
+    spec, arrays, group_size = launch.spec, launch.arrays, launch.spec.group_size
+    heights = [tile.rows // parts for tile, parts in ((config.wide, PARTS), (config.narrow, 1)) if tile]
+    aligned = q.data_ptr() % ALIGNED == 0 and all(stride * 2 % ALIGNED == 0 for stride in q.stride()[:2])
+    return Variant(
+        wide=config.wide,
+        narrow=config.narrow,
+        group_size=group_size,
+        columns=columns_of(spec.head_dim_qk),
+        dim_qk=spec.head_dim_qk,
+        dim_vo=spec.head_dim_vo,
+        page_size=launch.page_size,
+        box_rows=box_rows(launch.page_size),
+        query_boxes=aligned and group_size & (group_size - 1) == 0 and len(heights) > 0,
+        ordinary_scale=0 < launch.sm_scale < LARGEST_SCALE,
+        window_left=spec.window_left,
+        window_right=spec.window_right,
+        num_sink_tokens=spec.num_sink_tokens,
+        logits_soft_cap=spec.logits_soft_cap,
+        trees=arrays[Header.TREES_AT] < arrays[Header.TABLE_AT],
+    )
+
+
+def _query_boxes(q: torch.Tensor, rows: int, variant: Variant) -> Any:
+    """Queries whose boxes are ``rows`` packed rows."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    heads = min(rows, variant.group_size)
+    box = [rows // heads, heads, variant.columns]
+    return TensorDescriptor(q, list(q.shape), list(q.stride()), box, NVMMASharedLayout(128, 16, 3))
+
+
+def _pool_boxes(pool: torch.Tensor, rows: Rows, variant: Variant) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    box = [variant.box_rows, variant.columns]
+    return TensorDescriptor(pool, [rows.count, rows.width], [rows.stride, 1], box, NVMMASharedLayout(128, 16, 2))
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+@cache
+def _kernel() -> Any:
+    from sennit.backends.hopper.kernels.attention import attend_kernel
+
+    return attend_kernel
+
+
+@cache
+def _configs(spec: AttentionSpec, device: torch.device) -> tuple[HopperConfig, ...]:
+    return kernel_configs(spec, torch.cuda.get_device_properties(device).multi_processor_count)

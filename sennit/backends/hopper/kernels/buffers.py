@@ -1,0 +1,60 @@
+"""What warps that compute do to shared memory before products read it: queries of their own, and values that nobody owns."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from sennit.backends.hopper.kernels.names import synchronize
+from sennit.backends.triton.kernels.plan import packed_rows
+
+__all__ = ["clear_values", "get_queries"]
+
+
+@gluon.constexpr_function
+def row_major(columns):
+    """16 bytes a thread."""
+    lanes = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def get_queries(q, queries, asked, segment, item, kv_head, part: gl.constexpr, variant: gl.constexpr):
+    """Wait until the queries of a part are in shared memory, or put them there; rows that do not exist repeat the last."""
+    buffers, ready, taken = queries
+    if variant.query_boxes:
+        mbarrier.wait(ready.index(part), asked & 1)
+    else:
+        to = buffers.index(part)
+        layout: gl.constexpr = row_major(variant.columns)
+        rows: gl.constexpr = to.shape[0]
+        lanes = part * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))
+        columns = gl.arange(0, variant.columns, gl.SliceLayout(0, layout))
+        tokens, of_group, exists = packed_rows(item[1], item[2], lanes, variant.group_size)
+        row = (segment[1] + tokens).to(gl.int64) * q[1]
+        head = (kv_head * variant.group_size + of_group).to(gl.int64) * q[2]
+        known = (columns < variant.dim_qk)[None, :] & exists[:, None]
+        values = gl.load(q[0] + (row + head)[:, None] + columns[None, :], mask=known, other=0.0)
+        synchronize()  # nobody reads the last ones any more
+        to.store(values)
+        fence_async_shared()
+        synchronize()
+
+
+@gluon.jit
+def clear_values(buffer, first, exact_len, box_rows: gl.constexpr):
+    """Zeros in place of values that nobody owns: a weight of zero does not cancel their NaN.
+
+    Boxes behind the last key are copied as zeros; what there is to clear is the end of the box with the last key.
+    """
+    keys: gl.constexpr = buffer.shape[0]
+    left = exact_len - first
+    if (left > 0) & (left < keys) & (left % box_rows != 0):
+        layout: gl.constexpr = row_major(buffer.shape[1])
+        for box in gl.static_range(keys // box_rows):
+            if left // box_rows == box:
+                rows = buffer.slice(box * box_rows, box_rows)
+                lanes = gl.arange(0, box_rows, gl.SliceLayout(1, layout))
+                values = rows.load(layout)
+                rows.store(gl.where((lanes < left % box_rows)[:, None], values, gl.full_like(values, 0.0)))
+        fence_async_shared()
+        synchronize()

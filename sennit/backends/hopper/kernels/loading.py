@@ -1,0 +1,92 @@
+"""The warp that loads a strand: queries of its items, then their keys and values, step by step, into a ring of buffers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from sennit.backends.hopper.kernels.names import copy_box
+from sennit.backends.hopper.kernels.steps import plan_steps, step_at
+from sennit.backends.triton.kernels.plan import load_item, load_segment, worker_items
+
+__all__ = ["load_strand"]
+
+NUMBER_BYTES = gl.constexpr(2)
+
+
+@gluon.jit
+def load_queries(boxes, to, barrier, first_row, segment, item, kv_head, rows: gl.constexpr, variant: gl.constexpr):
+    """Copy ``rows`` packed rows of an item, and after its last ones whatever there is."""
+    packed = item[1] + first_row
+    token = segment[1] + packed // variant.group_size
+    head = kv_head * variant.group_size + packed % variant.group_size
+    mbarrier.expect(barrier, rows * variant.columns * NUMBER_BYTES)
+    copy_box(boxes, [token, head, 0], barrier, to._reinterpret(to.dtype, boxes.block_shape, boxes.layout))
+
+
+@gluon.jit
+def row_of(key, end, kv_start, page_table, page_rows, variant: gl.constexpr):
+    """Where a box begins, in rows of the pool; before all of them where there is nothing, which is copied as zeros."""
+    if variant.page_size is None:
+        row = gl.where(key < end, kv_start + key, -variant.box_rows)
+    else:
+        page = gl.load(page_table + kv_start + key // variant.page_size, mask=key < end, other=-1)
+        row = gl.where(page >= 0, page * page_rows + key % variant.page_size, -variant.box_rows)
+    return row
+
+
+@gluon.jit
+def load_step(
+    pool, ring, number, step, kv_start, kv_head, page_table, tile: gl.constexpr, variant: gl.constexpr
+):  # fmt: skip
+    """Copy the keys, or the values, of a step into the ring's next buffer."""
+    boxes, page_rows, head_rows, head_columns = pool
+    buffers, full, empty = ring
+    at = number % tile.buffers
+    mbarrier.wait(empty.index(at), ((number // tile.buffers) & 1) ^ 1)
+    mbarrier.expect(full.index(at), tile.keys * variant.columns * NUMBER_BYTES)
+    for box in gl.static_range(tile.keys // variant.box_rows):
+        row = row_of(step[0] + box * variant.box_rows, step[2], kv_start, page_table, page_rows, variant)
+        copy_box(
+            boxes, [gl.where(row >= 0, row + kv_head * head_rows, row), kv_head * head_columns], full.index(at),
+            buffers.index(at).slice(box * variant.box_rows, variant.box_rows),
+        )  # fmt: skip
+
+
+@gluon.jit
+def load_strand(
+    plan, page_table, kv_lens, query_boxes, k, v, queries, ring, strand: gl.constexpr, tile: gl.constexpr,
+    parts: gl.constexpr, variant: gl.constexpr,
+):  # fmt: skip
+    """Everything that the items of a strand read. Queries are in ``parts``, each for a group of warps."""
+    buffers, ready, taken = queries
+    rows: gl.constexpr = tile.rows // parts
+    number = 0
+    asked = 0
+    first_item, last_item = worker_items(plan, strand, gl.program_id(0))
+    for index in range(first_item, last_item):
+        item = load_item(plan, index)
+        segment, tree = load_segment(plan, item[0], kv_lens)
+        steps = plan_steps(segment, item, tile.keys, variant)
+        num_steps = steps[3]
+        for kv_head in range(item[3], item[3] + item[4]):
+            if variant.query_boxes:
+                for part in gl.static_range(parts):
+                    mbarrier.wait(taken.index(part), (asked & 1) ^ 1)
+                    load_queries(
+                        query_boxes, buffers.index(part), ready.index(part), part * rows, segment, item, kv_head, rows,
+                        variant,
+                    )  # fmt: skip
+                asked += 1
+            for step in range(num_steps + 1):  # values follow a step behind their keys
+                if step < num_steps:
+                    load_step(
+                        k, ring, number, step_at(step, steps, tile.keys, variant), segment[3], kv_head, page_table,
+                        tile, variant,
+                    )  # fmt: skip
+                    number += 1
+                if step > 0:
+                    load_step(
+                        v, ring, number, step_at(step - 1, steps, tile.keys, variant), segment[3], kv_head, page_table,
+                        tile, variant,
+                    )  # fmt: skip
+                    number += 1

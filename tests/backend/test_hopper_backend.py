@@ -1,0 +1,118 @@
+"""The Hopper backend by itself: every feature on hostile problems, on the GPUs that it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from solving import assert_right, attention_for, gqa
+
+from sennit.backends import registry
+from sennit.backends.hopper.configs import kernel_configs
+from sennit.backends.hopper.pools import Rows, rows_of
+from sennit.check.problems import make_problem
+from sennit.errors import InvalidInput, UnsupportedFeature
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+BF16, FP16 = torch.bfloat16, torch.float16
+MIXED = [300, 1, 0, 3, 2, 9, 1], [470, 1041, 9, 2, 0, 700, 64]
+TREES = [[-1, 0, 0, 1, 1], None, [-1, 0, 1], [-1, -1, 0, 1, 2, 3]]
+SPECS = {
+    "bfloat16": gqa(4, 128, dtype=BF16),
+    "float16": gqa(1, 64, dtype=FP16),
+    "columns that there are not": gqa(2, 96, 80, dtype=BF16),
+    "few columns": gqa(8, 40, 24, dtype=FP16),
+    "odd group": gqa(3, 128, dtype=BF16),
+    "large group": gqa(16, 128, kv_heads=1, dtype=BF16),
+    "window": gqa(4, 128, dtype=BF16).replace(window_left=100),
+    "short window": gqa(4, 64, dtype=BF16).replace(window_left=3),
+    "window and sink tokens": gqa(4, 128, dtype=FP16).replace(window_left=150, num_sink_tokens=5),
+    "cap, ALiBi and sinks": gqa(4, 128, dtype=BF16).replace(logits_soft_cap=9.0, alibi=True, learned_sinks=True),
+}
+STORAGES = {
+    "page-8": {"page_size": 8},
+    "page-24-HND": {"page_size": 24, "kv_layout": "HND"},
+    "page-16-gaps": {"page_size": 16, "gaps": True},
+    "page-64-interleaved": {"page_size": 64, "pool": "interleaved"},
+    "page-128-interleaved-HND": {"page_size": 128, "pool": "interleaved", "kv_layout": "HND"},
+    "packed": {"page_size": None},
+}
+
+
+def problem_of(spec, q_lens, kv_lens, **options):
+    return make_problem(np.random.default_rng(sum(kv_lens)), spec, q_lens, kv_lens, device="cuda", **options)
+
+
+@hopper
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_every_kind_of_layer_matches_the_oracle_whole_and_split(spec):
+    problem = problem_of(spec, *MIXED)
+    assert_right(problem, "hopper")
+    assert_right(problem, "hopper", split_size=256)
+
+
+@hopper
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+@pytest.mark.parametrize("group", [3, 4])
+def test_every_kind_of_storage_matches_the_oracle(storage, group):
+    assert_right(problem_of(gqa(group, 128, dtype=BF16), *MIXED, **storage), "hopper")
+
+
+@hopper
+@pytest.mark.parametrize("causal", [False, [True, False, False, True, False, True, False]], ids=str)
+def test_windows_reach_ahead_without_causality(causal):
+    spec = gqa(4, 64, dtype=BF16).replace(window_left=20, window_right=7, num_sink_tokens=5)
+    assert_right(problem_of(spec, *MIXED, causal=[causal] * 7 if causal is False else causal), "hopper")
+
+
+@hopper
+def test_trees_and_packed_masks_hide_what_they_say():
+    spec = gqa(4, 128, dtype=BF16).replace(window_left=30, alibi=True)
+    assert_right(problem_of(spec, [5, 1, 3, 4], [90, 30, 3, 70], trees=TREES), "hopper")
+    assert_right(problem_of(spec, *MIXED, masked=True), "hopper", split_size=64)
+    assert_right(problem_of(gqa(4, 128, dtype=BF16), *MIXED, masked=True), "hopper")
+
+
+@hopper
+def test_exact_lengths_on_the_device_are_taken_and_nothing_behind_a_window_is_read():
+    spec = gqa(4, 128, dtype=BF16).replace(window_left=20, num_sink_tokens=3)
+    assert_right(problem_of(spec, *MIXED, bounds=[490, 1600, 20, 9, 4, 900, 64]), "hopper")
+
+
+@hopper
+@pytest.mark.parametrize("sm_scale", [-0.3, 0.0, 1e-42, 1e3, -1e12])
+def test_any_scale_is_right_where_steps_have_no_masks(sm_scale):
+    problem = problem_of(gqa(4, 128, dtype=FP16), [140, 9], [700, 400])
+    assert_right(replace(problem, sm_scale=sm_scale), "hopper")
+
+
+@hopper
+@pytest.mark.parametrize("number", range(7))
+def test_every_configuration_is_right(number, monkeypatch):
+    problem = problem_of(gqa(4, 128, dtype=BF16), [300, 1, 4, 9], [700, 9000, 470, 700])
+    one = (kernel_configs(problem.spec, 132)[number],)
+    monkeypatch.setattr(type(registry.load("hopper")), "configs", lambda *_: one)
+    assert_right(problem, "hopper")
+    assert_right(problem, "hopper", split_size=512)
+
+
+@hopper
+def test_small_pages_are_refused():
+    with pytest.raises(UnsupportedFeature, match="no multiple"):
+        attention_for(problem_of(gqa(4, 128, dtype=BF16), *MIXED, page_size=12), "hopper")
+
+
+def test_pools_are_matrices_of_rows():
+    nhd = torch.zeros(5, 16, 8, 128, dtype=BF16)
+    assert rows_of("k", nhd) == Rows(80, 1024, 1024, 16, 0, 128)
+    hnd = torch.zeros(5, 8, 16, 128, dtype=BF16).transpose(1, 2)
+    assert rows_of("k", hnd) == Rows(640, 128, 128, 128, 16, 0)
+    pair = torch.zeros(5, 2, 16, 8, 128, dtype=BF16)
+    assert rows_of("k", pair[:, 1]) == Rows(144, 1024, 1024, 32, 0, 128)
+    assert rows_of("k", torch.zeros(100, 8, 64, dtype=BF16)) == Rows(100, 512, 512, 100, 0, 64)
+    with pytest.raises(InvalidInput, match="multiples of 16 bytes"):
+        rows_of("k", torch.zeros(5, 16, 8, 129, dtype=BF16)[..., :128])
