@@ -20,7 +20,7 @@ SHARED_MEMORY = 227 * 1024
 BARRIERS = 1024  # bytes that are left for barriers
 
 # Microseconds on one SM of an H200.
-BYTES = 32.6e3  # of scattered pages that are read in one
+BYTES = 36e3  # of scattered pages that are read in one
 SHARED_BYTES = 110e3  # that several SMs read: from the L2 cache
 FLOPS = 4.55e6  # of products, softmax included
 NARROW_FLOPS = 2.4e6

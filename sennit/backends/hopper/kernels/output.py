@@ -11,6 +11,7 @@ from sennit.backends.triton.kernels.softmax import lse_and_factor
 __all__ = ["store_sums"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
+PARTS = gl.constexpr(2)  # of a wide tile, each of which counts by itself
 MERGED_ROWS = gl.constexpr(16)  # at once
 
 
@@ -99,7 +100,7 @@ def store_sums(
         gl.store(partial_lse + row, lse_values, mask=exists)
         index = item[9] + kv_head - item[3]
         num_parts = load_merge(plan, index)[5]
-        counter = outputs[3] + index * parts + part
+        counter = outputs[3] + index * PARTS + part
         synchronize()  # all of these warps have stored, and the count publishes it
         if gl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             rows: gl.constexpr = lanes.shape[0]
