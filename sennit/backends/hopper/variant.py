@@ -58,6 +58,11 @@ class Variant:
     trees: bool
 
     @property
+    def ordered(self) -> bool:
+        """Rows see all keys up to their own, or up to the last one."""
+        return self.window_left is None and self.window_right is None and not self.trees
+
+    @property
     def narrow_strand(self) -> int:
         """Number of the narrow strand in plans."""
         return 0 if self.wide is None else 1

@@ -9,6 +9,8 @@ from sennit.backends.triton.kernels.plan import packed_rows
 
 __all__ = ["clear_values", "get_queries"]
 
+SWIZZLED = gl.constexpr(64)  # columns of 16 bits, 128 bytes
+
 
 @gluon.constexpr_function
 def row_major(columns):
@@ -41,20 +43,24 @@ def get_queries(q, queries, asked, segment, item, kv_head, part: gl.constexpr, v
 
 
 @gluon.jit
-def clear_values(buffer, first, exact_len, box_rows: gl.constexpr):
+def clear_values(buffers, at, first, exact_len, box_rows: gl.constexpr):
     """Zeros in place of values that nobody owns: a weight of zero does not cancel their NaN.
 
     Boxes behind the last key are copied as zeros; what there is to clear is the end of the box with the last key.
     """
-    keys: gl.constexpr = buffer.shape[0]
+    keys: gl.constexpr = buffers.shape[1]
+    halves: gl.constexpr = buffers.shape[2] // SWIZZLED
     left = exact_len - first
     if (left > 0) & (left < keys) & (left % box_rows != 0):
-        layout: gl.constexpr = row_major(buffer.shape[1])
-        for box in gl.static_range(keys // box_rows):
-            if left // box_rows == box:
-                rows = buffer.slice(box * box_rows, box_rows)
-                lanes = gl.arange(0, box_rows, gl.SliceLayout(1, layout))
-                values = rows.load(layout)
-                rows.store(gl.where((lanes < left % box_rows)[:, None], values, gl.full_like(values, 0.0)))
+        # Columns lie in halves, one behind the other, and boxes in each of them.
+        layout: gl.constexpr = row_major(SWIZZLED)
+        boxes: gl.constexpr = keys // box_rows
+        shape: gl.constexpr = [buffers.shape[0] * halves * boxes, box_rows, SWIZZLED]
+        all_boxes = buffers._reinterpret(buffers.dtype, shape, gl.NVMMASharedLayout(128, 16, 2))
+        lanes = gl.arange(0, box_rows, gl.SliceLayout(1, layout))
+        for half in gl.static_range(halves):
+            rows = all_boxes.index((at * halves + half) * boxes + left // box_rows)
+            values = rows.load(layout)
+            rows.store(gl.where((lanes < left % box_rows)[:, None], values, gl.full_like(values, 0.0)))
         fence_async_shared()
         synchronize()

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -30,9 +31,12 @@ def publish(weights, to):
 
 @gluon.jit
 def compute_narrow(
-    plan, q, inputs, outputs, queries, ring, weight_buffer, variant: gl.constexpr, change: gl.constexpr
+    plan, q, inputs, outputs, queries, ring, weight_buffers, variant: gl.constexpr, change: gl.constexpr
 ):  # fmt: skip
-    """Tiles of all narrow items, with keys as the rows of products, and packed query rows as their few columns."""
+    """Tiles of all narrow items, with keys as the rows of products, and packed query rows as their few columns.
+
+    Weights alternate between two buffers: some warps may write those of a step while others' products read the last.
+    """
     kv_lens, sinks, alibi_slopes = inputs[0], inputs[2], inputs[3]
     tile: gl.constexpr = variant.narrow
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile.rows, 16])
@@ -71,45 +75,38 @@ def compute_narrow(
                 products = warpgroup_mma_wait(0, deps=(products,))
                 mbarrier.arrive(empty.index(at), count=1)
                 number += 1
-                step = step_at(0, steps, tile.keys, variant)
-                weights, factor, largest, total = weigh_step(
-                    products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
-                )
-                publish(weights, weight_buffer)
-                for later in range(1, num_steps):
-                    at = number % tile.buffers
-                    mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
-                    products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
-                    values_at = (number + 1) % tile.buffers
-                    mbarrier.wait(full.index(values_at), ((number + 1) // tile.buffers) & 1)
-                    clear_values(buffers.index(values_at), step[0], segment[5], variant.box_rows)
-                    sums = warpgroup_mma(
-                        buffers.index(values_at).permute((1, 0)), weight_buffer.permute((1, 0)), sums, is_async=True
-                    )
-                    products = warpgroup_mma_wait(1, deps=(products,))
-                    mbarrier.arrive(empty.index(at), count=1)
-                    step = step_at(later, steps, tile.keys, variant)
+                under_way = warpgroup_mma_init(sums)
+                for number_of_step in range(num_steps):
+                    step = step_at(number_of_step, steps, tile.keys, variant)
                     weights, factor, largest, total = weigh_step(
                         products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
                     )
-                    sums = warpgroup_mma_wait(0, deps=(sums,))
-                    mbarrier.arrive(empty.index(values_at), count=1)
+                    weight_buffer = weight_buffers.index(number_of_step % 2)
                     publish(weights, weight_buffer)
+                    sums = warpgroup_mma_wait(0, deps=(under_way,))
+                    mbarrier.arrive(empty.index((number - 1) % tile.buffers), count=1, pred=number_of_step > 0)
                     sums = sums * factor[None, :]
-                    number += 2
+                    # Behind the last step whatever there is is multiplied once more, which is cheaper than a branch.
+                    more = number_of_step + 1 < num_steps
+                    at = number % tile.buffers
+                    mbarrier.wait(full.index(at), (number // tile.buffers) & 1, pred=more)
+                    products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
+                    values_at = (number + gl.where(more, 1, 0)) % tile.buffers
+                    values_turn = (number + gl.where(more, 1, 0)) // tile.buffers
+                    mbarrier.wait(full.index(values_at), values_turn & 1)
+                    clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
+                    under_way = warpgroup_mma(
+                        buffers.index(values_at).permute((1, 0)), weight_buffer.permute((1, 0)), sums, is_async=True
+                    )
+                    products = warpgroup_mma_wait(1, deps=(products,))
+                    mbarrier.arrive(empty.index(at), count=1, pred=more)
+                    number += gl.where(more, 2, 1)
                 mbarrier.arrive(taken.index(0), count=1)
-                at = number % tile.buffers
-                mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
-                clear_values(buffers.index(at), step[0], segment[5], variant.box_rows)
-                sums = warpgroup_mma(
-                    buffers.index(at).permute((1, 0)), weight_buffer.permute((1, 0)), sums, is_async=True
-                )
-                sums = warpgroup_mma_wait(0, deps=(sums,))
-                mbarrier.arrive(empty.index(at), count=1)
-                number += 1
+                sums = warpgroup_mma_wait(0, deps=(under_way,))
+                mbarrier.arrive(empty.index((number - 1) % tile.buffers), count=1)
             else:
                 mbarrier.arrive(taken.index(0), count=1)
             store_sums(
                 sums, largest, gl.sum(total, 0), lanes, gl.arange(0, variant.columns, gl.SliceLayout(1, layout)),
-                item, segment, kv_head, plan, outputs, sinks, 0, 1, True, variant,
+                item, segment, kv_head, plan, outputs, sinks, 0, True, variant,
             )  # fmt: skip

@@ -81,7 +81,7 @@ def merge_rows(plan, index, first, end, outputs, sinks, variant: gl.constexpr):
 @gluon.jit
 def store_sums(
     sums, largest, total, lanes, columns, item, segment, kv_head, plan, outputs, sinks, part: gl.constexpr,
-    parts: gl.constexpr, columns_first: gl.constexpr, variant: gl.constexpr,
+    columns_first: gl.constexpr, variant: gl.constexpr,
 ):  # fmt: skip
     """What the rows ``lanes`` of an item come to. Whichever warps store the last part of a merge's rows merge them.
 

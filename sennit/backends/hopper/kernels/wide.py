@@ -2,7 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 
 from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
 from sennit.backends.hopper.kernels.output import store_sums
@@ -22,10 +27,11 @@ def compute_wide(
 ):  # fmt: skip
     """Rows ``64 * part : 64 * part + 64`` of the tiles of all wide items.
 
-    Products with the keys of a step are under way while the weights of the step before meet their values::
+    While the weights of a step are made, its predecessor's meet their values, and meanwhile the other group of warps
+    multiplies::
 
-        tensor cores | K0    |       | K1 V0    |       | K2 V1    |       | ...
-        softmax              | s0    |    s1 (from K1)  |    s2            | ...
+        tensor cores | K0 |    | K1 V0 |    | K2 V1 |    | ...
+        softmax      |    | s0 |       | s1 |       | s2 | ...
     """
     kv_lens, sinks, alibi_slopes = inputs[0], inputs[2], inputs[3]
     tile: gl.constexpr = variant.wide
@@ -67,12 +73,16 @@ def compute_wide(
                 products = warpgroup_mma_wait(0, deps=(products,))
                 mbarrier.arrive(empty.index(at), count=1)
                 number += 1
-                step = step_at(0, steps, tile.keys, variant)
-                weights, factor, largest, total = weigh_step(
-                    products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
-                )
-                weights = gl.convert_layout(weights.to(query.dtype), weight_layout)
-                for later in range(1, num_steps):
+                under_way = warpgroup_mma_init(sums)
+                for number_of_step in range(num_steps - 1):
+                    step = step_at(number_of_step, steps, tile.keys, variant)
+                    weights, factor, largest, total = weigh_step(
+                        products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
+                    )
+                    sums = warpgroup_mma_wait(0, deps=(under_way,))
+                    mbarrier.arrive(empty.index((number - 1) % tile.buffers), count=1, pred=number_of_step > 0)
+                    weights = gl.convert_layout(weights.to(query.dtype), weight_layout)
+                    sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sum_layout))[:, None]
                     at = number % tile.buffers
                     mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
                     products = warpgroup_mma(
@@ -80,23 +90,23 @@ def compute_wide(
                     )
                     values_at = (number + 1) % tile.buffers
                     mbarrier.wait(full.index(values_at), ((number + 1) // tile.buffers) & 1)
-                    clear_values(buffers.index(values_at), step[0], segment[5], variant.box_rows)
-                    sums = warpgroup_mma(weights, buffers.index(values_at), sums, is_async=True)
+                    clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
+                    under_way = warpgroup_mma(weights, buffers.index(values_at), sums, is_async=True)
                     products = warpgroup_mma_wait(1, deps=(products,))
                     mbarrier.arrive(empty.index(at), count=1)
-                    step = step_at(later, steps, tile.keys, variant)
-                    later_weights, factor, largest, total = weigh_step(
-                        products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
-                    )
-                    sums = warpgroup_mma_wait(0, deps=(sums,))
-                    mbarrier.arrive(empty.index(values_at), count=1)
-                    weights = gl.convert_layout(later_weights.to(query.dtype), weight_layout)
-                    sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sum_layout))[:, None]
                     number += 2
                 mbarrier.arrive(taken.index(part), count=1)
+                step = step_at(num_steps - 1, steps, tile.keys, variant)
+                weights, factor, largest, total = weigh_step(
+                    products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
+                )
+                sums = warpgroup_mma_wait(0, deps=(under_way,))
+                mbarrier.arrive(empty.index((number - 1) % tile.buffers), count=1, pred=num_steps > 1)
+                weights = gl.convert_layout(weights.to(query.dtype), weight_layout)
+                sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sum_layout))[:, None]
                 at = number % tile.buffers
                 mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
-                clear_values(buffers.index(at), step[0], segment[5], variant.box_rows)
+                clear_values(buffers, at, step[0], segment[5], variant.box_rows)
                 sums = warpgroup_mma(weights, buffers.index(at), sums, is_async=True)
                 sums = warpgroup_mma_wait(0, deps=(sums,))
                 mbarrier.arrive(empty.index(at), count=1)
@@ -108,5 +118,5 @@ def compute_wide(
                 gl.convert_layout(total, gl.SliceLayout(1, sum_layout)),
                 part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, sum_layout)),
                 gl.arange(0, variant.columns, gl.SliceLayout(0, sum_layout)),
-                item, segment, kv_head, plan, outputs, sinks, part, 2, False, variant,
+                item, segment, kv_head, plan, outputs, sinks, part, False, variant,
             )  # fmt: skip
