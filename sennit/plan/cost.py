@@ -29,7 +29,7 @@ Combine: TypeAlias = Literal["sum", "max", "turns", "apart"]
 FloatArray = npt.NDArray[np.float64]
 _Number = TypeVar("_Number", bound="np.integer[Any] | np.floating[Any]")
 
-WORTH_DIVIDING = 0.97
+WORTH_DIVIDING = 0.9
 
 
 @dataclass(frozen=True)

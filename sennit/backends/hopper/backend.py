@@ -69,8 +69,20 @@ class HopperBackend(TritonBackend):
         if out is not launch.out:
             launch.out.copy_(out)
 
+    def measure(self, launch: Attend) -> torch.Tensor:
+        """The same, by a kernel that tells when each item began and ended: nanoseconds, int64 ``[items, 2]``.
 
-def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> None:
+        The clock is one for all SMs; groups of warps that share a wide item end at different times, the first's count.
+        """
+        times = torch.zeros(launch.arrays[Header.NUM_ITEMS], 2, dtype=torch.int64, device=launch.q.device)
+        with made_current(launch.q.device):
+            _run(launch, dense_columns(launch.q), launch.out, fixed=False, times=times)
+        return times
+
+
+def _run(
+    launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool, times: torch.Tensor | None = None
+) -> None:
     spec, config, arrays = launch.spec, cast(HopperConfig, launch.config), launch.arrays
     k_rows, v_rows = rows_of("kv: k", launch.k), rows_of("kv: v", launch.v)
     num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
@@ -88,7 +100,7 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> 
         _pool_boxes(launch.k, k_rows, variant), _pool_boxes(launch.v, v_rows, variant), out, lse,
         launch.plan if partials is None else partials, launch.plan if counters is None else counters,
         launch.packed_mask, _contiguous(launch.sinks), _contiguous(launch.alibi_slopes),
-        launch_captures(launch), launch.sm_scale, num_partial_rows, *q.stride()[:2], *k_rows[3:], *v_rows[3:],
+        launch_captures(launch), times, launch.sm_scale, num_partial_rows, *q.stride()[:2], *k_rows[3:], *v_rows[3:],
         *out.stride()[:2], *((0, 0) if lse is None else lse.stride()), variant, printed_change(spec),
         num_warps=4,
     )  # fmt: skip

@@ -21,10 +21,9 @@ BARRIERS = 1024  # bytes that are left for barriers
 
 # Microseconds on one SM of an H200.
 BYTES = 36e3  # of scattered pages that are read in one
-SHARED_BYTES = 110e3  # that several SMs read: from the L2 cache
 FLOPS = 4.55e6  # of products, softmax included
 NARROW_FLOPS = 2.4e6
-WIDE_ITEM, NARROW_ITEM, SPLIT = 2.0, 1.0, 0.5
+WIDE_ITEM, NARROW_ITEM, SPLIT = 5.0, 1.3, 0.5
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def _config(spec: AttentionSpec, num_workers: int, wide: Tile | None, narrow: Ti
                 wide.keys,
                 item_time=WIDE_ITEM,
                 compute_time=alone * wide.rows * wide.keys * row / FLOPS,
-                memory_time=wide.keys * row / SHARED_BYTES,
+                memory_time=alone * wide.keys * row / BYTES,
                 split_time=SPLIT + wide.rows * spec.head_dim_vo * 8 / BYTES,
             )
         )

@@ -10,7 +10,7 @@
 
 namespace sennit {
 
-constexpr double kWorthDividing = 0.97;
+constexpr double kWorthDividing = 0.9;
 
 struct Placement {
   std::vector<int> strand;  // of each segment

@@ -39,7 +39,7 @@ def make_shared(element: gl.constexpr, tile: gl.constexpr, parts: gl.constexpr, 
 
 
 STEADY = [
-    "plan", "page_table", "kv_lens", "lse", "partials", "counters", "packed_mask", "sinks", "alibi_slopes"
+    "plan", "page_table", "kv_lens", "lse", "partials", "counters", "times", "packed_mask", "sinks", "alibi_slopes"
 ]  # fmt: skip
 
 
@@ -59,6 +59,7 @@ def attend_kernel(
     sinks,  # float32 [heads], or None
     alibi_slopes,  # float32 [heads], or None
     captures,  # what `change` takes
+    times,  # int64 [items, 2], or None: see `store_times`
     sm_scale: gl.float32,
     num_partial_rows,
     q_row, q_head,  # strides, in elements
@@ -73,7 +74,7 @@ def attend_kernel(
     element: gl.constexpr = q.dtype.element_ty
     partial_lse = partials + gl.to_tensor(num_partial_rows).to(gl.int64) * variant.dim_vo
     inputs = kv_lens, packed_mask, sinks, alibi_slopes, captures, sm_scale
-    outputs = (out, out_row, out_head), (lse, lse_row, lse_head), (partials, partial_lse), counters
+    outputs = (out, out_row, out_head), (lse, lse_row, lse_head), (partials, partial_lse), counters, times
     query = q, q_row, q_head
     keys = k_boxes, k_page_rows, k_head_rows, k_head_columns
     values = v_boxes, v_page_rows, v_head_rows, v_head_columns

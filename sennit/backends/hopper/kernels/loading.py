@@ -69,14 +69,6 @@ def load_strand(
         steps = plan_steps(segment, item, tile.keys, variant)
         num_steps = steps[3]
         for kv_head in range(item[3], item[3] + item[4]):
-            if variant.query_boxes:
-                for part in gl.static_range(parts):
-                    mbarrier.wait(taken.index(part), (asked & 1) ^ 1)
-                    load_queries(
-                        query_boxes, buffers.index(part), ready.index(part), part * rows, segment, item, kv_head, rows,
-                        variant,
-                    )  # fmt: skip
-                asked += 1
             for step in range(num_steps + 1):  # values follow a step behind their keys
                 if step < num_steps:
                     load_step(
@@ -84,7 +76,16 @@ def load_strand(
                         tile, variant,
                     )  # fmt: skip
                     number += 1
-                if step > 0:
+                if step == 0:
+                    if variant.query_boxes:
+                        for part in gl.static_range(parts):
+                            mbarrier.wait(taken.index(part), (asked & 1) ^ 1)
+                            load_queries(
+                                query_boxes, buffers.index(part), ready.index(part), part * rows, segment, item,
+                                kv_head, rows, variant,
+                            )  # fmt: skip
+                        asked += 1
+                else:
                     load_step(
                         v, ring, number, step_at(step - 1, steps, tile.keys, variant), segment[3], kv_head, page_table,
                         tile, variant,

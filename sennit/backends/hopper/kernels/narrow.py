@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
 from sennit.backends.hopper.kernels.names import synchronize
-from sennit.backends.hopper.kernels.output import store_sums
+from sennit.backends.hopper.kernels.output import now, store_sums, store_times
 from sennit.backends.hopper.kernels.steps import plan_steps, step_at
 from sennit.backends.hopper.kernels.weights import weigh_step
 from sennit.backends.triton.kernels.logits import row_positions
@@ -38,6 +38,7 @@ def compute_narrow(
     Weights alternate between two buffers: some warps may write those of a step while others' products read the last.
     """
     kv_lens, sinks, alibi_slopes = inputs[0], inputs[2], inputs[3]
+    times = outputs[4]
     tile: gl.constexpr = variant.narrow
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile.rows, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
@@ -51,6 +52,9 @@ def compute_narrow(
     asked = 0
     first_item, last_item = worker_items(plan, variant.narrow_strand, gl.program_id(0))
     for index in range(first_item, last_item):
+        start = index
+        if times is not None:
+            start = now()
         item = load_item(plan, index)
         segment, tree = load_segment(plan, item[0], kv_lens)
         steps = plan_steps(segment, item, tile.keys, variant)
@@ -110,3 +114,4 @@ def compute_narrow(
                 sums, largest, gl.sum(total, 0), lanes, gl.arange(0, variant.columns, gl.SliceLayout(1, layout)),
                 item, segment, kv_head, plan, outputs, sinks, 0, True, variant,
             )  # fmt: skip
+        store_times(times, index, start)

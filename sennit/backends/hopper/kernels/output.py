@@ -8,11 +8,27 @@ from sennit.backends.triton.kernels.output import with_sinks
 from sennit.backends.triton.kernels.plan import load_merge, load_segment, packed_rows
 from sennit.backends.triton.kernels.softmax import lse_and_factor
 
-__all__ = ["store_sums"]
+__all__ = ["now", "store_sums", "store_times"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 PARTS = gl.constexpr(2)  # of a wide tile, each of which counts by itself
 MERGED_ROWS = gl.constexpr(16)  # at once
+
+
+@gluon.jit
+def now():
+    """Nanoseconds, by a clock that all SMs share."""
+    return gl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def store_times(times, index, start):
+    """When an item began and ended, where this is measured."""
+    if times is not None:
+        gl.store(times + 2 * index, start)
+        gl.store(times + 2 * index + 1, now())
 
 
 @gluon.jit

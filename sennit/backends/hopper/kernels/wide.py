@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
-from sennit.backends.hopper.kernels.output import store_sums
+from sennit.backends.hopper.kernels.output import now, store_sums, store_times
 from sennit.backends.hopper.kernels.steps import plan_steps, step_at
 from sennit.backends.hopper.kernels.weights import weigh_step
 from sennit.backends.triton.kernels.logits import row_positions
@@ -34,6 +34,7 @@ def compute_wide(
         softmax      |    | s0 |       | s1 |       | s2 | ...
     """
     kv_lens, sinks, alibi_slopes = inputs[0], inputs[2], inputs[3]
+    times = outputs[4]
     tile: gl.constexpr = variant.wide
     logit_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile.keys, 16])
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, variant.columns, 16])
@@ -48,6 +49,9 @@ def compute_wide(
     asked = 0
     first_item, last_item = worker_items(plan, 0, gl.program_id(0))
     for index in range(first_item, last_item):
+        start = index
+        if times is not None:
+            start = now()
         item = load_item(plan, index)
         segment, tree = load_segment(plan, item[0], kv_lens)
         steps = plan_steps(segment, item, tile.keys, variant)
@@ -120,3 +124,5 @@ def compute_wide(
                 gl.arange(0, variant.columns, gl.SliceLayout(0, sum_layout)),
                 item, segment, kv_head, plan, outputs, sinks, part, False, variant,
             )  # fmt: skip
+        if part == 0:
+            store_times(times, index, start)
