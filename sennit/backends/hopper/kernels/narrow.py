@@ -6,7 +6,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -34,6 +33,11 @@ def compute_narrow(
     plan, q, inputs, outputs, queries, ring, weight_buffers, variant: gl.constexpr, change: gl.constexpr
 ):  # fmt: skip
     """Tiles of all narrow items, with keys as the rows of products, and packed query rows as their few columns.
+
+    While the weights of a step are made, products with the keys of the next and with the values of the last are under way::
+
+        tensor cores | K0 | K1 | K2 V0 | K3 V1 | ...
+        softmax      |    | s0 | s1    | s2    | ...
 
     Weights alternate between two buffers: some warps may write those of a step while others' products read the last.
     """
@@ -79,35 +83,53 @@ def compute_narrow(
                 products = warpgroup_mma_wait(0, deps=(products,))
                 mbarrier.arrive(empty.index(at), count=1)
                 number += 1
-                under_way = warpgroup_mma_init(sums)
-                for number_of_step in range(num_steps):
-                    step = step_at(number_of_step, steps, tile.keys, variant)
+                # Where there is no next step, whatever lies in a buffer is multiplied, which is cheaper than a branch.
+                more = num_steps > 1
+                at = number % tile.buffers
+                mbarrier.wait(full.index(at), (number // tile.buffers) & 1, pred=more)
+                next_products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
+                step = step_at(0, steps, tile.keys, variant)
+                weights, factor, largest, total = weigh_step(
+                    products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
+                )
+                publish(weights, weight_buffers.index(0))
+                products = warpgroup_mma_wait(0, deps=(next_products,))
+                mbarrier.arrive(empty.index(at), count=1, pred=more)
+                number += gl.where(more, 1, 0)
+                for later in range(1, num_steps):
+                    values_at = number % tile.buffers
+                    values_turn = (number // tile.buffers) & 1
+                    more = later + 1 < num_steps
+                    at = (number + 1) % tile.buffers
+                    mbarrier.wait(full.index(at), ((number + 1) // tile.buffers) & 1, pred=more)
+                    next_products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
+                    mbarrier.wait(full.index(values_at), values_turn)
+                    clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
+                    sums = warpgroup_mma(
+                        buffers.index(values_at).permute((1, 0)),
+                        weight_buffers.index((later - 1) % 2).permute((1, 0)), sums, is_async=True,
+                    )  # fmt: skip
+                    step = step_at(later, steps, tile.keys, variant)
                     weights, factor, largest, total = weigh_step(
                         products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
                     )
-                    weight_buffer = weight_buffers.index(number_of_step % 2)
-                    publish(weights, weight_buffer)
-                    sums = warpgroup_mma_wait(0, deps=(under_way,))
-                    mbarrier.arrive(empty.index((number - 1) % tile.buffers), count=1, pred=number_of_step > 0)
-                    sums = sums * factor[None, :]
-                    # Behind the last step whatever there is is multiplied once more, which is cheaper than a branch.
-                    more = number_of_step + 1 < num_steps
-                    at = number % tile.buffers
-                    mbarrier.wait(full.index(at), (number // tile.buffers) & 1, pred=more)
-                    products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
-                    values_at = (number + gl.where(more, 1, 0)) % tile.buffers
-                    values_turn = (number + gl.where(more, 1, 0)) // tile.buffers
-                    mbarrier.wait(full.index(values_at), values_turn & 1)
-                    clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
-                    under_way = warpgroup_mma(
-                        buffers.index(values_at).permute((1, 0)), weight_buffer.permute((1, 0)), sums, is_async=True
-                    )
-                    products = warpgroup_mma_wait(1, deps=(products,))
+                    publish(weights, weight_buffers.index(later % 2))
+                    products, sums = warpgroup_mma_wait(0, deps=(next_products, sums))
                     mbarrier.arrive(empty.index(at), count=1, pred=more)
+                    mbarrier.arrive(empty.index(values_at), count=1)
+                    sums = sums * factor[None, :]
                     number += gl.where(more, 2, 1)
                 mbarrier.arrive(taken.index(0), count=1)
-                sums = warpgroup_mma_wait(0, deps=(under_way,))
-                mbarrier.arrive(empty.index((number - 1) % tile.buffers), count=1)
+                at = number % tile.buffers
+                mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
+                clear_values(buffers, at, step[0], segment[5], variant.box_rows)
+                sums = warpgroup_mma(
+                    buffers.index(at).permute((1, 0)), weight_buffers.index((num_steps - 1) % 2).permute((1, 0)), sums,
+                    is_async=True,
+                )  # fmt: skip
+                sums = warpgroup_mma_wait(0, deps=(sums,))
+                mbarrier.arrive(empty.index(at), count=1)
+                number += 1
             else:
                 mbarrier.arrive(taken.index(0), count=1)
             store_sums(

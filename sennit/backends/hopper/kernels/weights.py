@@ -20,7 +20,8 @@ def mask_step(logits, step, lanes, rows, segment, tree, packed_mask, keys_first:
     keys = first + lanes
     if variant.ordered and packed_mask is None:
         last = gl.where(causal != 0, gl.minimum(positions - key_offset, high - 1), high - 1)
-        seen = (of_keys(keys, keys_first) <= of_rows(last, keys_first)) & of_keys(keys >= low, keys_first)
+        keys = gl.where(keys >= low, keys, 2147483647)  # so that one comparison tells
+        seen = of_keys(keys, keys_first) <= of_rows(last, keys_first)
     else:
         there = (keys >= low) & (keys < high)
         key_position = key_positions(keys, key_offset, high, exact_len, tree_len, tree, variant.trees)

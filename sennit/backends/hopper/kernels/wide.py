@@ -2,12 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
 from sennit.backends.hopper.kernels.output import now, store_sums, store_times
@@ -77,16 +72,13 @@ def compute_wide(
                 products = warpgroup_mma_wait(0, deps=(products,))
                 mbarrier.arrive(empty.index(at), count=1)
                 number += 1
-                under_way = warpgroup_mma_init(sums)
-                for number_of_step in range(num_steps - 1):
-                    step = step_at(number_of_step, steps, tile.keys, variant)
-                    weights, factor, largest, total = weigh_step(
-                        products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
-                    )
-                    sums = warpgroup_mma_wait(0, deps=(under_way,))
-                    mbarrier.arrive(empty.index((number - 1) % tile.buffers), count=1, pred=number_of_step > 0)
-                    weights = gl.convert_layout(weights.to(query.dtype), weight_layout)
-                    sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sum_layout))[:, None]
+                step = step_at(0, steps, tile.keys, variant)
+                weights, factor, largest, total = weigh_step(
+                    products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
+                )
+                weights = gl.convert_layout(weights.to(query.dtype), weight_layout)
+                # No product may be under way where the loop begins anew: the compiler would wait for each instruction.
+                for later in range(1, num_steps):
                     at = number % tile.buffers
                     mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
                     products = warpgroup_mma(
@@ -95,19 +87,19 @@ def compute_wide(
                     values_at = (number + 1) % tile.buffers
                     mbarrier.wait(full.index(values_at), ((number + 1) // tile.buffers) & 1)
                     clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
-                    under_way = warpgroup_mma(weights, buffers.index(values_at), sums, is_async=True)
+                    sums = warpgroup_mma(weights, buffers.index(values_at), sums, is_async=True)
                     products = warpgroup_mma_wait(1, deps=(products,))
                     mbarrier.arrive(empty.index(at), count=1)
+                    step = step_at(later, steps, tile.keys, variant)
+                    next_weights, factor, largest, total = weigh_step(
+                        products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
+                    )
+                    sums = warpgroup_mma_wait(0, deps=(sums,))
+                    mbarrier.arrive(empty.index(values_at), count=1)
+                    weights = gl.convert_layout(next_weights.to(query.dtype), weight_layout)
+                    sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sum_layout))[:, None]
                     number += 2
                 mbarrier.arrive(taken.index(part), count=1)
-                step = step_at(num_steps - 1, steps, tile.keys, variant)
-                weights, factor, largest, total = weigh_step(
-                    products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
-                )
-                sums = warpgroup_mma_wait(0, deps=(under_way,))
-                mbarrier.arrive(empty.index((number - 1) % tile.buffers), count=1, pred=num_steps > 1)
-                weights = gl.convert_layout(weights.to(query.dtype), weight_layout)
-                sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sum_layout))[:, None]
                 at = number % tile.buffers
                 mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
                 clear_values(buffers, at, step[0], segment[5], variant.box_rows)
