@@ -21,9 +21,9 @@ BARRIERS = 1024  # bytes that are left for barriers
 
 # Microseconds on one SM of an H200.
 BYTES = 36e3  # of scattered pages that are read in one
-FLOPS = 4.55e6  # of products, softmax included
+FLOPS = 5.2e6  # of products, softmax included
 NARROW_FLOPS = 2.4e6
-WIDE_ITEM, NARROW_ITEM, SPLIT = 5.0, 1.3, 0.5
+WIDE_ITEM, NARROW_ITEM, WIDE_SPLIT, NARROW_SPLIT = 5.0, 1.3, 8.0, 0.5  # microseconds
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _config(spec: AttentionSpec, num_workers: int, wide: Tile | None, narrow: Ti
                 item_time=WIDE_ITEM,
                 compute_time=alone * wide.rows * wide.keys * row / FLOPS,
                 memory_time=alone * wide.keys * row / BYTES,
-                split_time=SPLIT + wide.rows * spec.head_dim_vo * 8 / BYTES,
+                split_time=WIDE_SPLIT,
             )
         )
     if narrow:
@@ -94,7 +94,7 @@ def _config(spec: AttentionSpec, num_workers: int, wide: Tile | None, narrow: Ti
                 item_time=NARROW_ITEM,
                 compute_time=alone * 32 * narrow.keys * row / NARROW_FLOPS,
                 memory_time=alone * narrow.keys * row / BYTES,
-                split_time=SPLIT + partial_rows * spec.head_dim_vo * 8 / BYTES,
+                split_time=NARROW_SPLIT + partial_rows * spec.head_dim_vo * 8 / BYTES,
             )
         )
     name = "+".join(f"{tile.rows}x{tile.keys}b{tile.buffers}" for tile in (wide, narrow) if tile)

@@ -92,31 +92,31 @@ def compute_narrow(
                 weights, factor, largest, total = weigh_step(
                     products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
                 )
-                publish(weights, weight_buffers.index(0))
                 products = warpgroup_mma_wait(0, deps=(next_products,))
                 mbarrier.arrive(empty.index(at), count=1, pred=more)
+                publish(weights, weight_buffers.index(0))
                 number += gl.where(more, 1, 0)
                 for later in range(1, num_steps):
                     values_at = number % tile.buffers
                     values_turn = (number // tile.buffers) & 1
                     more = later + 1 < num_steps
                     at = (number + 1) % tile.buffers
-                    mbarrier.wait(full.index(at), ((number + 1) // tile.buffers) & 1, pred=more)
-                    next_products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
                     mbarrier.wait(full.index(values_at), values_turn)
                     clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
                     sums = warpgroup_mma(
                         buffers.index(values_at).permute((1, 0)),
                         weight_buffers.index((later - 1) % 2).permute((1, 0)), sums, is_async=True,
                     )  # fmt: skip
+                    mbarrier.wait(full.index(at), ((number + 1) // tile.buffers) & 1, pred=more)
+                    next_products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
                     step = step_at(later, steps, tile.keys, variant)
                     weights, factor, largest, total = weigh_step(
                         products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
                     )
-                    publish(weights, weight_buffers.index(later % 2))
-                    products, sums = warpgroup_mma_wait(0, deps=(next_products, sums))
-                    mbarrier.arrive(empty.index(at), count=1, pred=more)
+                    sums, products = warpgroup_mma_wait(0, deps=(sums, next_products))
                     mbarrier.arrive(empty.index(values_at), count=1)
+                    mbarrier.arrive(empty.index(at), count=1, pred=more)
+                    publish(weights, weight_buffers.index(later % 2))
                     sums = sums * factor[None, :]
                     number += gl.where(more, 2, 1)
                 mbarrier.arrive(taken.index(0), count=1)

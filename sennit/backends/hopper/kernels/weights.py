@@ -19,9 +19,10 @@ def mask_step(logits, step, lanes, rows, segment, tree, packed_mask, keys_first:
     exact_len, key_offset, causal, tree_len = segment[5], segment[6], segment[7], segment[8]
     keys = first + lanes
     if variant.ordered and packed_mask is None:
-        last = gl.where(causal != 0, gl.minimum(positions - key_offset, high - 1), high - 1)
-        keys = gl.where(keys >= low, keys, 2147483647)  # so that one comparison tells
-        seen = of_keys(keys, keys_first) <= of_rows(last, keys_first)
+        # Keys from `low` on are counted; before it they are, without a sign, more than any count.
+        end = gl.where(causal != 0, gl.minimum(positions - key_offset + 1, high), high)
+        count = gl.maximum(end - low, 0).to(gl.uint32, bitcast=True)
+        seen = of_keys((keys - low).to(gl.uint32, bitcast=True), keys_first) < of_rows(count, keys_first)
     else:
         there = (keys >= low) & (keys < high)
         key_position = key_positions(keys, key_offset, high, exact_len, tree_len, tree, variant.trees)
