@@ -50,7 +50,9 @@ class HopperBackend(TritonBackend):
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
         """See :func:`~sennit.backends.hopper.configs.takes`; and pages of a multiple of 8 tokens."""
         if "small_pages" in features:
-            return Support.no(f"pages are copied {FEWEST_BOX_ROWS} tokens at once, of which the page size is no multiple")
+            return Support.no(
+                f"pages are copied {FEWEST_BOX_ROWS} tokens at once, of which the page size is no multiple"
+            )
         return takes(spec)
 
     def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
@@ -80,9 +82,7 @@ class HopperBackend(TritonBackend):
         return times
 
 
-def _run(
-    launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool, times: torch.Tensor | None = None
-) -> None:
+def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool, times: torch.Tensor | None = None) -> None:
     spec, config, arrays = launch.spec, cast(HopperConfig, launch.config), launch.arrays
     k_rows, v_rows = rows_of("kv: k", launch.k), rows_of("kv: v", launch.v)
     num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]

@@ -57,7 +57,9 @@ def columns_of(dim: int) -> int:
 def kernel_configs(spec: AttentionSpec, num_workers: int) -> tuple[HopperConfig, ...]:
     """Both strands on every SM, for narrow tiles of 8, 16 or 32 rows; then each strand alone."""
     columns = columns_of(spec.head_dim_qk)
-    wide, wide_alone = (Tile(128, 128, buffers * 128 // columns, registers) for buffers, registers in ((3, 200), (4, 240)))
+    wide, wide_alone = (
+        Tile(128, 128, buffers * 128 // columns, registers) for buffers, registers in ((3, 200), (4, 240))
+    )
     configs = []
     for rows in NARROW_ROWS:
         narrow = Tile(rows, 64, 5 * 128 // columns, 72)

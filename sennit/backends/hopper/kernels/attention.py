@@ -82,9 +82,7 @@ def attend_kernel(
     narrow: gl.constexpr = variant.narrow
     if narrow is not None:
         narrow_queries, narrow_ring = make_shared(element, narrow, 1, variant.columns)
-        weights = gl.allocate_shared_memory(
-            element, [2, narrow.rows, narrow.keys], gl.NVMMASharedLayout(128, 16, 2)
-        )
+        weights = gl.allocate_shared_memory(element, [2, narrow.rows, narrow.keys], gl.NVMMASharedLayout(128, 16, 2))
     if wide is not None:
         wide_queries, wide_ring = make_shared(element, wide, 2, variant.columns)
     if narrow is None:

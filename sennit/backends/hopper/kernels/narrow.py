@@ -34,11 +34,7 @@ def compute_narrow(
 ):  # fmt: skip
     """Tiles of all narrow items, with keys as the rows of products, and packed query rows as their few columns.
 
-    While the weights of a step are made, products with the keys of the next and with the values of the last are under way::
-
-        tensor cores | K0 | K1 | K2 V0 | K3 V1 | ...
-        softmax      |    | s0 | s1    | s2    | ...
-
+    While the weights of a step are made, its predecessor's meet their values.
     Weights alternate between two buffers: some warps may write those of a step while others' products read the last.
     """
     kv_lens, sinks, alibi_slopes = inputs[0], inputs[2], inputs[3]
@@ -83,42 +79,33 @@ def compute_narrow(
                 products = warpgroup_mma_wait(0, deps=(products,))
                 mbarrier.arrive(empty.index(at), count=1)
                 number += 1
-                # Where there is no next step, whatever lies in a buffer is multiplied, which is cheaper than a branch.
-                more = num_steps > 1
-                at = number % tile.buffers
-                mbarrier.wait(full.index(at), (number // tile.buffers) & 1, pred=more)
-                next_products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
                 step = step_at(0, steps, tile.keys, variant)
                 weights, factor, largest, total = weigh_step(
                     products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
                 )
-                products = warpgroup_mma_wait(0, deps=(next_products,))
-                mbarrier.arrive(empty.index(at), count=1, pred=more)
                 publish(weights, weight_buffers.index(0))
-                number += gl.where(more, 1, 0)
                 for later in range(1, num_steps):
-                    values_at = number % tile.buffers
-                    values_turn = (number // tile.buffers) & 1
-                    more = later + 1 < num_steps
-                    at = (number + 1) % tile.buffers
-                    mbarrier.wait(full.index(values_at), values_turn)
+                    at = number % tile.buffers
+                    mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
+                    products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
+                    values_at = (number + 1) % tile.buffers
+                    mbarrier.wait(full.index(values_at), ((number + 1) // tile.buffers) & 1)
                     clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
                     sums = warpgroup_mma(
                         buffers.index(values_at).permute((1, 0)),
                         weight_buffers.index((later - 1) % 2).permute((1, 0)), sums, is_async=True,
                     )  # fmt: skip
-                    mbarrier.wait(full.index(at), ((number + 1) // tile.buffers) & 1, pred=more)
-                    next_products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
+                    products = warpgroup_mma_wait(1, deps=(products,))
+                    mbarrier.arrive(empty.index(at), count=1)
                     step = step_at(later, steps, tile.keys, variant)
                     weights, factor, largest, total = weigh_step(
                         products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
                     )
-                    sums, products = warpgroup_mma_wait(0, deps=(sums, next_products))
+                    sums = warpgroup_mma_wait(0, deps=(sums,))
                     mbarrier.arrive(empty.index(values_at), count=1)
-                    mbarrier.arrive(empty.index(at), count=1, pred=more)
                     publish(weights, weight_buffers.index(later % 2))
                     sums = sums * factor[None, :]
-                    number += gl.where(more, 2, 1)
+                    number += 2
                 mbarrier.arrive(taken.index(0), count=1)
                 at = number % tile.buffers
                 mbarrier.wait(full.index(at), (number // tile.buffers) & 1)

@@ -18,9 +18,7 @@ MERGED_ROWS = gl.constexpr(16)  # at once
 @gluon.jit
 def now():
     """Nanoseconds, by a clock that all SMs share."""
-    return gl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
-    )
+    return gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -42,7 +40,9 @@ def of_rows(values, columns_first: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(sums, lse_values, tokens, heads, exists, columns, outputs, columns_first: gl.constexpr, variant: gl.constexpr):
+def store_rows(
+    sums, lse_values, tokens, heads, exists, columns, outputs, columns_first: gl.constexpr, variant: gl.constexpr
+):
     """Final rows and, if it is wanted, their LSE; the values of rows are in either order."""
     out, out_row, out_head = outputs[0]
     lse, lse_row, lse_head = outputs[1]

@@ -68,7 +68,9 @@ def compute_wide(
             if num_steps > 0:
                 at = number % tile.buffers
                 mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
-                products = warpgroup_mma(query, buffers.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                products = warpgroup_mma(
+                    query, buffers.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True
+                )
                 products = warpgroup_mma_wait(0, deps=(products,))
                 mbarrier.arrive(empty.index(at), count=1)
                 number += 1

@@ -147,7 +147,9 @@ def attend_head(
     bare_loop: tl.constexpr = variant.tile.bare_loop and packed_mask is None
     request, q_start, q_len, kv_start, _, exact_len, key_offset, _, tree_len, _ = segment
     _, row_start, num_rows, head_start, _, partial_row, _, _, _, _ = item
-    tokens, of_group, exists = packed_rows(row_start, num_rows, first_row + tl.arange(0, num_queries), variant.group_size)
+    tokens, of_group, exists = packed_rows(
+        row_start, num_rows, first_row + tl.arange(0, num_queries), variant.group_size
+    )
     heads = kv_head * variant.group_size + of_group
     positions = row_positions(tokens, q_len, exact_len, tree_len, tree, variant.trees)
     transforms: tl.constexpr = variant.logits_soft_cap is not None or alibi_slopes is not None or change is not None
