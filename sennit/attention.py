@@ -152,8 +152,12 @@ class BatchAttention:
         page_size = self.page_size if batch.pages is not None else None
         features = plan_features(batch, page_size, tree=tree, packed_mask=packed_mask, split_size=split_size, into=into)
         owner = self._owner_of(page_size)
+        if into is not None and page_size is None:
+            raise InvalidInput("into", expected="None with packed keys: buffers hold page tables", got="buffers")
         if into is not None and into.owner != owner:
             raise InvalidInput("into", expected=f"buffers of this BatchAttention ({owner})", got=into.owner)
+        if into is not None and into.backend not in self._tried:
+            raise InvalidInput("into", expected=f"buffers for backend {' or '.join(self._tried)}", got=into.backend)
         backend = registry.choose(self._tried if into is None else (into.backend,), self.spec, features, self.device)
         plan = make_plan(
             batch,
@@ -328,6 +332,8 @@ class BatchAttention:
         self._check_heads("alibi_slopes", alibi_slopes, wanted=spec.alibi, field="alibi")
         captured = self._check_captures({} if captures is None else captures)
         self._check_rows("q", q, (spec.num_qo_heads, spec.head_dim_qk), spec.dtype)
+        if q.shape[0] < plan.num_rows:
+            raise PlanMismatch("q", expected=f"at least the plan's {plan.num_rows} rows", got=q.shape[0])
         pages = self._checked(kv, plan.page_size)
         fresh = out is None
         if out is None:
@@ -416,6 +422,8 @@ class BatchAttention:
         expected = self._owner_of(plan.page_size)
         if plan.owner != expected:
             raise PlanMismatch("plan", expected=f"one made for {expected}", got=plan.owner)
+        if plan.backend not in self._tried:
+            raise PlanMismatch("plan", expected=f"one for backend {' or '.join(self._tried)}", got=plan.backend)
         if not torch.compiler.is_compiling() and not ops.registered(plan.key):  # it was planned in another process
             self._register(plan)
 

@@ -117,6 +117,8 @@ def choose(tried: Sequence[str], spec: AttentionSpec, features: frozenset[str], 
     anything = (each if each.support.mendable else examine(each.name, None, frozenset(), device) for each in examined)
     if not any(each.support.accepted for each in anything):
         raise unavailable(examined, device)
+    if not any(examine(name, spec, frozenset(), device).support.accepted for name in tried):
+        features = frozenset()  # of which nobody has got so far as to think
     reason = f"no backend accepts it on {device} ({'; '.join(map(str, examined))})"
     if len(examined) == 1:
         reason = f"backend {examined[0].name!r} does not take it: {examined[0].support.reason}"

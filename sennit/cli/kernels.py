@@ -40,14 +40,17 @@ def kernels(
     chosen = {name: layer for name, layer in usual_layers().items() if fnmatchcase(name, only)}
     if not chosen:
         raise InvalidInput("--only", expected="a pattern that some layer's name matches", got=repr(only))
-    names = [name.strip() for name in architecture.split(",")]
+    names = list(dict.fromkeys(name.strip() for name in architecture.split(",")))
+    for name in names:
+        if name not in ARCHITECTURES:
+            raise InvalidInput("--arch", expected="some of " + ", ".join(ARCHITECTURES), got=repr(name))
     with working("compiling", shown=not as_json):
         outcomes = compile_layers(chosen, names)
     limits = {name: ARCHITECTURES[name].shared_memory for name in names}
     if as_json:
         print_json({"shared_memory": limits, "outcomes": [asdict(outcome) for outcome in outcomes]})
     else:
-        for name in dict.fromkeys(names):
+        for name in names:
             _print(name, limits[name], [outcome for outcome in outcomes if outcome.architecture == name])
     if any(outcome.error or outcome.shared_memory > limits[outcome.architecture] for outcome in outcomes):
         raise typer.Exit(1)

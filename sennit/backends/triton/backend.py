@@ -17,7 +17,14 @@ from sennit.backends.base import Append, Attend, Support
 from sennit.backends.floats import computed_in_float32, dense_columns
 from sennit.backends.gpus import ampere_or_newer, current_stream, made_current
 from sennit.backends.merging import merge_states
-from sennit.backends.triton.costs import TritonConfig, device_of, is_sixteen_bits, kernel_configs, possible_tile
+from sennit.backends.triton.costs import (
+    TritonConfig,
+    device_of,
+    is_sixteen_bits,
+    has_room,
+    kernel_configs,
+    possible_tile,
+)
 from sennit.backends.triton.variant import Variant
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
@@ -46,16 +53,19 @@ class TritonBackend:
         """On GPUs from Ampere on, and on CPUs in Triton's interpreter."""
         wanted = "cpu" if env.triton_interpreted() else "cuda"
         if device.type != wanted:
-            place = "on the CPU, since TRITON_INTERPRET is set" if env.triton_interpreted() else "on GPUs"
-            return Support.no(f"it runs {place}, not on {device}")
+            if env.triton_interpreted():
+                return Support.no(f"it runs on the CPU, since TRITON_INTERPRET is set, not on {device}")
+            hint = ", unless TRITON_INTERPRET=1 asks for its interpreter" if device.type == "cpu" else ""
+            return Support.no(f"it runs on GPUs, not on {device}{hint}")
         support = installed()
         if not support.accepted or wanted == "cpu":
             return support
         return ampere_or_newer(device)
 
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
-        """Everything but float64."""
-        return computed_in_float32(spec)
+        """Everything but float64, and heads of which even the smallest tiles have no room."""
+        support = computed_in_float32(spec)
+        return has_room(spec, device_of(device)) if support.accepted else support
 
     def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
         """See :func:`~sennit.backends.triton.costs.kernel_configs`."""
@@ -299,6 +309,7 @@ def _variant(launch: Attend, config: TritonConfig, strand: int, *, trees: bool) 
 
 
 def printed_change(spec: AttentionSpec) -> Any:
+    """The spec's functions, printed, or None."""
     if spec.score_mod is None and spec.mask_mod is None:
         return None
     from sennit.backends.triton.functions import graph_function
@@ -307,6 +318,7 @@ def printed_change(spec: AttentionSpec) -> Any:
 
 
 def launch_captures(launch: Attend) -> tuple[Any, ...]:
+    """What a launch's functions close over, as kernels take it."""
     if not launch.spec.captures:
         return ()
     from sennit.backends.triton.functions import capture_arguments

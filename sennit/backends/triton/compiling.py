@@ -174,7 +174,7 @@ def compile_layers(layers: Mapping[str, Layer], architectures: Iterable[str]) ->
     if not (support := installed()).accepted:
         raise BackendUnavailable(support.reason)
     if triton_interpreted():
-        raise BackendUnavailable("nothing can be compiled while TRITON_INTERPRET is set")
+        raise BackendUnavailable("nothing can be compiled while TRITON_INTERPRET is set: unset it")
     jobs: list[Job] = []
     for architecture in architectures:
         if architecture not in ARCHITECTURES:

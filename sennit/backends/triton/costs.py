@@ -8,11 +8,12 @@ from functools import cache
 
 import torch
 
+from sennit.backends.base import Support
 from sennit.backends.triton.variant import Tile, columns_of, value_columns
 from sennit.plan.cost import KernelConfig, Strand
 from sennit.spec import AttentionSpec
 
-__all__ = ["Device", "TritonConfig", "device_of", "kernel_configs", "possible_tile", "shared_memory"]
+__all__ = ["Device", "TritonConfig", "device_of", "has_room", "kernel_configs", "possible_tile", "shared_memory"]
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,15 @@ def fits(tile: Tile, spec: AttentionSpec, device: Device) -> bool:
         shared_memory(tile, spec, hopper=device.hopper) <= room
         and tile.rows * (sums + tile.keys) <= 144 * 32 * tile.num_warps
     )
+
+
+def has_room(spec: AttentionSpec, device: Device) -> Support:
+    """Whether the smallest tiles of queries, keys and values fit into a multiprocessor's shared memory."""
+    needed = shared_memory(NARROW[-1].tile, spec, hopper=device.hopper)
+    if is_sixteen_bits(spec) and needed > device.shared_memory:
+        dims = f"head dims {spec.head_dim_qk} and {spec.head_dim_vo}"
+        return Support.no(f"{dims} need {needed} bytes of shared memory, of which there are {device.shared_memory}")
+    return Support.yes()
 
 
 def possible_tile(tile: Tile, spec: AttentionSpec, *, aligned: bool, looks_up: bool) -> Tile:

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sennit.backends.hopper.kernels.names import synchronize
+from sennit.backends.hopper.kernels.names import as_shape, synchronize
 from sennit.backends.triton.kernels.plan import packed_rows
 
 __all__ = ["clear_values", "get_queries"]
@@ -56,7 +56,7 @@ def clear_values(buffers, at, first, exact_len, box_rows: gl.constexpr):
         layout: gl.constexpr = row_major(SWIZZLED)
         boxes: gl.constexpr = keys // box_rows
         shape: gl.constexpr = [buffers.shape[0] * halves * boxes, box_rows, SWIZZLED]
-        all_boxes = buffers._reinterpret(buffers.dtype, shape, gl.NVMMASharedLayout(128, 16, 2))
+        all_boxes = as_shape(buffers, shape, gl.NVMMASharedLayout(128, 16, 2))
         lanes = gl.arange(0, box_rows, gl.SliceLayout(1, layout))
         for half in gl.static_range(halves):
             rows = all_boxes.index((at * halves + half) * boxes + left // box_rows)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sennit.backends.hopper.kernels.names import copy_box
+from sennit.backends.hopper.kernels.names import as_shape, copy_box
 from sennit.backends.hopper.kernels.steps import plan_steps, step_at
 from sennit.backends.triton.kernels.plan import load_item, load_segment, worker_items
 
@@ -20,7 +20,9 @@ def load_queries(boxes, to, barrier, first_row, segment, item, kv_head, rows: gl
     token = segment[1] + packed // variant.group_size
     head = kv_head * variant.group_size + packed % variant.group_size
     mbarrier.expect(barrier, rows * variant.columns * NUMBER_BYTES)
-    copy_box(boxes, [token, head, 0], barrier, to._reinterpret(to.dtype, boxes.block_shape, boxes.layout))
+    shape: gl.constexpr = boxes.block_shape
+    layout: gl.constexpr = boxes.layout
+    copy_box(boxes, [token, head, 0], barrier, as_shape(to, shape, layout))
 
 
 @gluon.jit

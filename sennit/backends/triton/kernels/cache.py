@@ -53,6 +53,8 @@ def append_kernel(
     segments_at_once: tl.constexpr,
 ):  # fmt: skip
     """Some rows and one head of new keys and values."""
+    if num_segments(plan) == 0:
+        return
     rows = tl.program_id(0) * rows_at_once + tl.arange(0, rows_at_once)
     head = tl.program_id(1).to(tl.int64)
     index = segments_of(plan, rows, rows_at_once, segments_at_once)

@@ -14,8 +14,9 @@ def with_sinks(lse, heads, sinks):
     sink = tl.load(sinks + heads)
     most = tl.maximum(lse, sink)
     most = tl.where(most == float("-inf"), 0.0, most)
-    weight = tl.exp(lse - most)
-    total = weight + tl.exp(sink - most)
+    everything = sink == float("inf")  # whose difference from itself is NaN
+    weight = tl.where(everything, 0.0, tl.exp(lse - most))
+    total = tl.where(everything, 1.0, weight + tl.exp(sink - most))
     seen = total != 0  # NaN included
     return tl.where(seen, most + tl.log(total), float("-inf")), tl.where(seen, weight / total, 0.0)
 
