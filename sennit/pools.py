@@ -36,7 +36,7 @@ class KVPages(NamedTuple):
 
 
 def check_distinct(name: str, tensor: torch.Tensor) -> None:
-    """Raise :class:`InvalidInput` for a tensor to be written in which several elements share memory, or stand for others."""
+    """Raise :class:`InvalidInput` for a tensor to be written whose elements share memory, or stand for others."""
     if tensor.is_neg():
         raise InvalidInput(name, expected="memory that holds its values", got="a negated view", hint="resolve_neg()")
     if not tensor.is_contiguous() and _overlaps_itself(tensor):

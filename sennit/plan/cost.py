@@ -81,7 +81,7 @@ class KernelConfig:
     num_workers: int
     combine: Combine = "sum"
 
-    def step_times(self, strand: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> FloatArray:
+    def step_times(self, strand: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> FloatArray:
         """Times of a key step in tiles of ``rows``, of the shape of both: arithmetic and loads overlap.
 
         >>> narrow = Strand("narrow", 16, 64, 1.0, 4.0, 2.0, 1.0, row_step=4)

@@ -11,8 +11,8 @@ from solving import DEVICES, RUNS_ON, assert_right, attention_for, gqa
 
 import sennit
 from sennit.backends import registry
+from sennit.backends.gpus.caching import _runs
 from sennit.backends.triton import costs
-from sennit.backends.triton.backend import _runs
 from sennit.check.compare import compare
 from sennit.check.problems import make_problem
 

@@ -36,7 +36,7 @@ if not (triton.knobs.runtime.interpret or torch.cuda.is_available()):
 
 import triton.language as tl  # noqa: E402
 
-from sennit.backends.triton import functions  # noqa: E402
+from sennit.backends.gpus import functions  # noqa: E402
 
 # NumPy, which the interpreter computes with, warns of what functions do on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -15,7 +15,7 @@ from sennit.errors import BuildUnavailable
 from sennit.variants import trace
 
 pytest.importorskip("triton")
-from sennit.backends.triton import functions, printing
+from sennit.backends.gpus import functions, printing
 
 SPEC = sennit.AttentionSpec(num_qo_heads=3, num_kv_heads=3, head_dim=8, dtype=torch.float32)
 
@@ -80,7 +80,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_says_what_to_do(folder
 def test_processes_that_print_the_same_at_the_same_time_leave_one_whole_file(folder):
     script = (
         "import sennit, torch\n"
-        "from sennit.backends.triton.functions import graph_function\n"
+        "from sennit.backends.gpus.functions import graph_function\n"
         "spec = sennit.AttentionSpec(num_qo_heads=3, num_kv_heads=3, head_dim=8, dtype=torch.float32,\n"
         "                            mask_mod=sennit.variants.causal)\n"
         "print(graph_function(spec).fn.__code__.co_filename)\n"

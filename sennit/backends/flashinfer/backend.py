@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sennit.backends.base import Append, Attend, Support
 from sennit.backends.flashinfer.parts import Part, divide, new_keys
-from sennit.backends.gpus import ampere_or_newer, current_stream, made_current
+from sennit.backends.gpus.device import ampere_or_newer, current_stream, made_current
 from sennit.backends.merging import merge_states
 from sennit.errors import BackendUnavailable, UnsupportedFeature
 from sennit.plan.cost import KernelConfig, Strand

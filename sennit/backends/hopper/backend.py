@@ -10,13 +10,21 @@ from typing import Any, cast
 import torch
 
 from sennit import env
-from sennit.backends.base import Append, Attend, Support
+from sennit.backends.base import Attend, Support
 from sennit.backends.floats import dense_columns
-from sennit.backends.gpus import made_current
+from sennit.backends.gpus.caching import PagedCache
+from sennit.backends.gpus.device import made_current
+from sennit.backends.gpus.launching import (
+    ALIGNED,
+    contiguous,
+    installed,
+    launch_captures,
+    merge_counters,
+    printed_change,
+)
 from sennit.backends.hopper.configs import HopperConfig, columns_of, kernel_configs, takes
 from sennit.backends.hopper.pools import FEWEST_BOX_ROWS, Rows, box_rows, rows_of
 from sennit.backends.hopper.variant import Variant
-from sennit.backends.triton.backend import TritonBackend, installed, launch_captures, merge_counters, printed_change
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
 from sennit.spec import AttentionSpec
@@ -24,13 +32,12 @@ from sennit.spec import AttentionSpec
 __all__ = ["HopperBackend"]
 
 LARGEST_SCALE = 64.0  # below which products may be weighed before they are scaled
-ALIGNED = 16  # bytes
 PARTS = 2  # groups of warps that share a wide tile
 
 
 @dataclass(frozen=True)
-class HopperBackend(TritonBackend):
-    """Attention by a kernel for Hopper; appends, merges and copies of pages are Triton's."""
+class HopperBackend(PagedCache):
+    """Attention by a kernel in which both strands share every SM."""
 
     name: str = "hopper"
 
@@ -96,10 +103,10 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool, tim
     boxes = [_query_boxes(q, tile.rows // parts, variant) if tile and variant.query_boxes else None
              for tile, parts in ((config.wide, PARTS), (config.narrow, 1))]  # fmt: skip
     _kernel()[(config.num_workers, 1, 1)](
-        launch.plan, launch.page_table, _contiguous(launch.kv_lens), q, *boxes,
+        launch.plan, launch.page_table, contiguous(launch.kv_lens), q, *boxes,
         _pool_boxes(launch.k, k_rows, variant), _pool_boxes(launch.v, v_rows, variant), out, lse,
         launch.plan if partials is None else partials, launch.plan if counters is None else counters,
-        launch.packed_mask, _contiguous(launch.sinks), _contiguous(launch.alibi_slopes),
+        launch.packed_mask, contiguous(launch.sinks), contiguous(launch.alibi_slopes),
         launch_captures(launch), times, launch.sm_scale, num_partial_rows, *q.stride()[:2], *k_rows[3:], *v_rows[3:],
         *out.stride()[:2], *((0, 0) if lse is None else lse.stride()), variant, printed_change(spec),
         num_warps=4,
@@ -144,11 +151,7 @@ def _pool_boxes(pool: torch.Tensor, rows: Rows, variant: Variant) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     box = [variant.box_rows, variant.columns]
-    return TensorDescriptor(pool, [rows.count, rows.width], [rows.stride, 1], box, NVMMASharedLayout(128, 16, 2))
-
-
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+    return TensorDescriptor(pool, [rows.num_rows, rows.width], [rows.stride, 1], box, NVMMASharedLayout(128, 16, 2))
 
 
 @cache

@@ -20,14 +20,14 @@ class Rows(NamedTuple):
     """A pool as rows.
 
     Attributes:
-        count: rows that there are.
+        num_rows: that there are.
         width: columns of a row that belong to a token.
         stride: from one to the next, in elements.
         page_rows: from a page to the next.
         head_rows, head_columns: from a head to the next.
     """
 
-    count: int
+    num_rows: int
     width: int
     stride: int
     page_rows: int

@@ -17,7 +17,9 @@ import torch
 
 from sennit import variants
 from sennit.backends.base import Append, Attend
-from sennit.backends.triton.backend import TritonBackend, installed
+from sennit.backends.gpus import caching
+from sennit.backends.gpus.launching import installed
+from sennit.backends.triton.backend import TritonBackend
 from sennit.backends.triton.costs import Device, TritonConfig, kernel_configs
 from sennit.env import triton_interpreted
 from sennit.errors import BackendUnavailable, BuildFailed, InvalidInput
@@ -225,6 +227,7 @@ def _compile(job: Job) -> Outcome:
     torch.set_num_threads(1)
     recorder = Recorder(int(job.architecture.removeprefix("sm_")))
     driver.set_active(recorder)
+    caching.forget()  # another architecture's
     made = partial(Outcome, job.name, job.architecture, job.config.name)
     try:
         _launch(job.layer, job.config)

@@ -89,18 +89,30 @@ def attend_kernel(
         gl.warp_specialize([
             (compute_wide, (plan, query, inputs, outputs, wide_queries, wide_ring, 0, variant, change)),
             (compute_wide, (plan, query, inputs, outputs, wide_queries, wide_ring, 1, variant, change)),
-            (load_strand, (plan, page_table, kv_lens, wide_boxes, keys, values, wide_queries, wide_ring, 0, wide, 2, variant)),
+            (load_strand, (
+                plan, page_table, kv_lens, wide_boxes, keys, values,
+                wide_queries, wide_ring, 0, wide, 2, variant,
+            )),
         ], [4, 1], [wide.registers, LOADER_REGISTERS])  # fmt: skip
     elif wide is None:
         gl.warp_specialize([
             (compute_narrow, (plan, query, inputs, outputs, narrow_queries, narrow_ring, weights, variant, change)),
-            (load_strand, (plan, page_table, kv_lens, narrow_boxes, keys, values, narrow_queries, narrow_ring, 0, narrow, 1, variant)),
+            (load_strand, (
+                plan, page_table, kv_lens, narrow_boxes, keys, values,
+                narrow_queries, narrow_ring, 0, narrow, 1, variant,
+            )),
         ], [1], [LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (compute_wide, (plan, query, inputs, outputs, wide_queries, wide_ring, 0, variant, change)),
             (compute_wide, (plan, query, inputs, outputs, wide_queries, wide_ring, 1, variant, change)),
             (compute_narrow, (plan, query, inputs, outputs, narrow_queries, narrow_ring, weights, variant, change)),
-            (load_strand, (plan, page_table, kv_lens, wide_boxes, keys, values, wide_queries, wide_ring, 0, wide, 2, variant)),
-            (load_strand, (plan, page_table, kv_lens, narrow_boxes, keys, values, narrow_queries, narrow_ring, 1, narrow, 1, variant)),
+            (load_strand, (
+                plan, page_table, kv_lens, wide_boxes, keys, values,
+                wide_queries, wide_ring, 0, wide, 2, variant,
+            )),
+            (load_strand, (
+                plan, page_table, kv_lens, narrow_boxes, keys, values,
+                narrow_queries, narrow_ring, 1, narrow, 1, variant,
+            )),
         ], [4, 4, 1, 1], [wide.registers, narrow.registers, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -1,11 +1,11 @@
-"""What warps that compute do to shared memory before products read it: queries of their own, and values that nobody owns."""
+"""What warps do to shared memory before products read it: queries of their own, and values that nobody owns."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sennit.backends.gpus.kernels.plan import packed_rows
 from sennit.backends.hopper.kernels.names import as_shape, synchronize
-from sennit.backends.triton.kernels.plan import packed_rows
 
 __all__ = ["clear_values", "get_queries"]
 
@@ -21,8 +21,8 @@ def row_major(columns):
 
 @gluon.jit
 def get_queries(q, queries, asked, segment, item, kv_head, part: gl.constexpr, variant: gl.constexpr):
-    """Wait until the queries of a part are in shared memory, or put them there; rows that do not exist repeat the last."""
-    buffers, ready, taken = queries
+    """Wait until the queries of a part are in shared memory, or put them there."""
+    buffers, ready, _taken = queries
     if variant.query_boxes:
         mbarrier.wait(ready.index(part), asked & 1)
     else:

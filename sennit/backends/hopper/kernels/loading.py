@@ -1,12 +1,12 @@
-"""The warp that loads a strand: queries of its items, then their keys and values, step by step, into a ring of buffers."""
+"""The warp that loads a strand: queries of its items, and their keys and values, step by step, into a ring."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sennit.backends.gpus.kernels.plan import load_item, load_segment, worker_items
 from sennit.backends.hopper.kernels.names import as_shape, copy_box
 from sennit.backends.hopper.kernels.steps import plan_steps, step_at
-from sennit.backends.triton.kernels.plan import load_item, load_segment, worker_items
 
 __all__ = ["load_strand"]
 
@@ -67,7 +67,7 @@ def load_strand(
     first_item, last_item = worker_items(plan, strand, gl.program_id(0))
     for index in range(first_item, last_item):
         item = load_item(plan, index)
-        segment, tree = load_segment(plan, item[0], kv_lens)
+        segment, _tree = load_segment(plan, item[0], kv_lens)
         steps = plan_steps(segment, item, tile.keys, variant)
         num_steps = steps[3]
         for kv_head in range(item[3], item[3] + item[4]):

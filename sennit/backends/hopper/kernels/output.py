@@ -3,10 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sennit.backends.gpus.kernels.plan import load_merge, load_segment, packed_rows
+from sennit.backends.gpus.kernels.softmax import lse_and_factor, with_sinks
 from sennit.backends.hopper.kernels.names import synchronize
-from sennit.backends.triton.kernels.output import with_sinks
-from sennit.backends.triton.kernels.plan import load_merge, load_segment, packed_rows
-from sennit.backends.triton.kernels.softmax import lse_and_factor
 
 __all__ = ["now", "store_sums", "store_times"]
 
@@ -58,8 +57,8 @@ def store_rows(
 def merge_rows(plan, index, first, end, outputs, sinks, variant: gl.constexpr):
     """Rows ``first : end`` of a merge, part by part in their order."""
     partial_out, partial_lse = outputs[2]
-    segment_index, row_start, num_rows, kv_head, first_row, num_parts, stride, strand = load_merge(plan, index)
-    segment, tree = load_segment(plan, segment_index, None)
+    segment_index, row_start, num_rows, kv_head, first_row, num_parts, stride, _strand = load_merge(plan, index)
+    segment, _tree = load_segment(plan, segment_index, None)
     lanes_across: gl.constexpr = min(32, variant.columns // 4)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes_across, lanes_across], [4, 1], [1, 0])
     columns = gl.arange(0, variant.columns, gl.SliceLayout(0, layout))

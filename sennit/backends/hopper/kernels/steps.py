@@ -1,9 +1,9 @@
-"""The steps over the keys of an item, which those who load them and those who compute with them take in the same order."""
+"""The steps over the keys of an item, in the order in which they are loaded and computed with."""
 
 import triton
 import triton.language as tl
 
-from sennit.backends.triton.kernels.ranges import key_ranges
+from sennit.backends.gpus.kernels.ranges import key_ranges
 
 __all__ = ["plan_steps", "step_at"]
 

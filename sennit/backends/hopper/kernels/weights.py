@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sennit.backends.triton.kernels.logits import change_logits, key_positions, seen_keys, times_log2e
-from sennit.backends.triton.kernels.softmax import add_weights, of_keys, of_rows, weigh
+from sennit.backends.gpus.kernels.logits import change_logits, key_positions, seen_keys, times_log2e
+from sennit.backends.gpus.kernels.softmax import add_weights, of_keys, of_rows, weigh
 
 __all__ = ["weigh_step"]
 
@@ -14,8 +14,8 @@ LOG2E = gl.constexpr(1.4426950408889634)
 @gluon.jit
 def mask_step(logits, step, lanes, rows, segment, tree, packed_mask, keys_first: gl.constexpr, variant: gl.constexpr):
     """Logits of a step in which some rows do not see some keys."""
-    first, low, high, bare = step
-    tokens, heads, positions, slopes = rows
+    first, low, high, _bare = step
+    tokens, _heads, positions, _slopes = rows
     exact_len, key_offset, causal, tree_len = segment[5], segment[6], segment[7], segment[8]
     keys = first + lanes
     if variant.ordered and packed_mask is None:
@@ -32,7 +32,7 @@ def mask_step(logits, step, lanes, rows, segment, tree, packed_mask, keys_first:
 
 @gluon.jit
 def weigh_products(products, scale, largest, total, keys_first: gl.constexpr):
-    """As ``softmax.weigh`` for products times a positive ``scale``, which is not rounded before the largest is subtracted."""
+    """As ``softmax.weigh`` for products times a positive ``scale``, not rounded before the largest is subtracted."""
     most = gl.maximum(largest, gl.max(products, 0 if keys_first else 1) * scale)
     base = gl.where(most == float("-inf"), 0.0, most)
     weights = gl.exp2(products * scale - of_rows(base, keys_first))

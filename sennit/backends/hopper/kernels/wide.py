@@ -4,12 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from sennit.backends.gpus.kernels.logits import row_positions
+from sennit.backends.gpus.kernels.plan import load_item, load_segment, packed_rows, worker_items
 from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
 from sennit.backends.hopper.kernels.output import now, store_sums, store_times
 from sennit.backends.hopper.kernels.steps import plan_steps, step_at
 from sennit.backends.hopper.kernels.weights import weigh_step
-from sennit.backends.triton.kernels.logits import row_positions
-from sennit.backends.triton.kernels.plan import load_item, load_segment, packed_rows, worker_items
 
 __all__ = ["compute_wide"]
 
@@ -52,7 +52,7 @@ def compute_wide(
         steps = plan_steps(segment, item, tile.keys, variant)
         num_steps = steps[3]
         lanes = part * ROWS + gl.arange(0, ROWS, row_layout)
-        tokens, of_group, exists = packed_rows(item[1], item[2], lanes, variant.group_size)
+        tokens, of_group, _exists = packed_rows(item[1], item[2], lanes, variant.group_size)
         positions = row_positions(tokens, segment[2], segment[5], segment[8], tree, variant.trees)
         for kv_head in range(item[3], item[3] + item[4]):
             heads = kv_head * variant.group_size + of_group

@@ -4,13 +4,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sennit.backends.triton.kernels.keys import load_columns, load_pages, pair_offsets
-from sennit.backends.triton.kernels.logits import change_logits, key_positions, row_positions, seen_keys, times_log2e
-from sennit.backends.triton.kernels.merge import merge_if_last
-from sennit.backends.triton.kernels.output import store_partial, store_rows, with_sinks
-from sennit.backends.triton.kernels.plan import load_item, load_segment, packed_rows, worker_items
-from sennit.backends.triton.kernels.ranges import key_ranges
-from sennit.backends.triton.kernels.softmax import (
+from sennit.backends.gpus.kernels.logits import change_logits, key_positions, row_positions, seen_keys, times_log2e
+from sennit.backends.gpus.kernels.plan import load_item, load_segment, packed_rows, worker_items
+from sennit.backends.gpus.kernels.ranges import key_ranges
+from sennit.backends.gpus.kernels.softmax import (
     empty_state,
     empty_sums,
     empty_totals,
@@ -18,7 +15,11 @@ from sennit.backends.triton.kernels.softmax import (
     sum_weights,
     weigh,
     weigh_bare,
+    with_sinks,
 )
+from sennit.backends.triton.kernels.keys import load_columns, load_pages, pair_offsets
+from sennit.backends.triton.kernels.merge import merge_if_last
+from sennit.backends.triton.kernels.output import store_partial, store_rows
 
 __all__ = ["attend_kernel"]
 

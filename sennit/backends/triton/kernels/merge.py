@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from sennit.backends.triton.kernels.output import store_rows, with_sinks
-from sennit.backends.triton.kernels.plan import load_merge, load_segment, num_merges, packed_rows
-from sennit.backends.triton.kernels.softmax import empty_state, empty_sums, lse_and_factor
+from sennit.backends.gpus.kernels.plan import load_merge, load_segment, num_merges, packed_rows
+from sennit.backends.gpus.kernels.softmax import empty_state, empty_sums, lse_and_factor, with_sinks
+from sennit.backends.triton.kernels.output import store_rows
 
 __all__ = ["merge_if_last", "merge_kernel"]
 

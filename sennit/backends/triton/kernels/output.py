@@ -1,24 +1,9 @@
-"""Where results go: rows of the output, learned sinks included, or partial results."""
+"""Where results go: rows of the output, or partial results."""
 
 import triton
 import triton.language as tl
 
-__all__ = ["store_partial", "store_rows", "with_sinks"]
-
-LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def with_sinks(lse, heads, sinks):
-    """LSE of rows with their heads' learned sinks, and the factor of their outputs."""
-    sink = tl.load(sinks + heads)
-    most = tl.maximum(lse, sink)
-    most = tl.where(most == float("-inf"), 0.0, most)
-    everything = sink == float("inf")  # whose difference from itself is NaN
-    weight = tl.where(everything, 0.0, tl.exp(lse - most))
-    total = tl.where(everything, 1.0, weight + tl.exp(sink - most))
-    seen = total != 0  # NaN included
-    return tl.where(seen, most + tl.log(total), float("-inf")), tl.where(seen, weight / total, 0.0)
+__all__ = ["store_partial", "store_rows"]
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from sennit.backends.triton.kernels.operations import tanh
-from sennit.backends.triton.kernels.softmax import of_keys, of_rows
+from sennit.backends.gpus.kernels.operations import tanh
+from sennit.backends.gpus.kernels.softmax import of_keys, of_rows
 
 __all__ = ["change_logits", "key_positions", "row_positions", "seen_keys", "times_log2e"]
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "add_weights",
     "empty_state",
     "empty_sums",
     "empty_totals",
@@ -13,6 +14,7 @@ __all__ = [
     "sum_weights",
     "weigh",
     "weigh_bare",
+    "with_sinks",
 ]
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -106,3 +108,16 @@ def lse_and_factor(largest, total):
     seen = total != 0
     total = tl.where(seen, total, 1.0)
     return tl.where(seen, (largest + tl.log2(total)) * LN2, float("-inf")), tl.where(seen, 1.0 / total, 0.0)
+
+
+@triton.jit
+def with_sinks(lse, heads, sinks):
+    """LSE of rows with their heads' learned sinks, and the factor of their outputs."""
+    sink = tl.load(sinks + heads)
+    most = tl.maximum(lse, sink)
+    most = tl.where(most == float("-inf"), 0.0, most)
+    everything = sink == float("inf")  # whose difference from itself is NaN
+    weight = tl.where(everything, 0.0, tl.exp(lse - most))
+    total = tl.where(everything, 1.0, weight + tl.exp(sink - most))
+    seen = total != 0  # NaN included
+    return tl.where(seen, most + tl.log(total), float("-inf")), tl.where(seen, weight / total, 0.0)

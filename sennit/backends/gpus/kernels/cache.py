@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sennit.backends.triton.kernels.plan import load_segment, num_segments
+from sennit.backends.gpus.kernels.plan import load_segment, num_segments
 
 __all__ = ["append_kernel", "copy_pages_kernel"]
 

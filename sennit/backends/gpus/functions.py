@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sennit.backends.triton.printing import print_function
+from sennit.backends.gpus.printing import print_function
 from sennit.env import function_dir
 from sennit.errors import BuildUnavailable
 from sennit.jit.files import hash_bytes, write_atomically
@@ -25,7 +25,7 @@ ELEMENTS = {torch.bool: torch.uint8, torch.bfloat16: torch.int16}  # what kernel
 def graph_function(spec: AttentionSpec) -> Any:
     """The ``@triton.jit`` function that applies a spec's ``score_mod`` and ``mask_mod``; None where it has neither.
 
-    See :func:`~sennit.backends.triton.printing.print_function` for its arguments. A kernel takes it as a
+    See :func:`~sennit.backends.gpus.printing.print_function` for its arguments. A kernel takes it as a
     ``tl.constexpr``. Equal functions are one object for as long as the process lives, and Triton's key of a kernel
     covers their source, so that nothing is compiled twice.
 

@@ -58,7 +58,7 @@ MODULE = '''"""A score or mask function, printed by Sennit."""
 import triton
 import triton.language as tl
 
-from sennit.backends.triton.kernels import operations
+from sennit.backends.gpus.kernels import operations
 
 
 @triton.jit

@@ -1,0 +1,91 @@
+"""What launches of kernels on GPUs share: which Triton, what is remembered of them, counters, users' functions."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+from threading import Lock
+from typing import Any, TypeVar
+
+import torch
+
+from sennit.backends.base import Attend, Support
+from sennit.backends.gpus.device import current_stream
+from sennit.spec import AttentionSpec
+
+__all__ = [
+    "ALIGNED", "addresses", "contiguous", "installed", "launch_captures", "merge_counters", "printed_change",
+    "remember",
+]  # fmt: skip
+
+_Value = TypeVar("_Value")
+OLDEST = (3, 6)
+ALIGNED = 16  # what Triton looks for: bytes of addresses, elements of strides
+FEWEST_COUNTERS = 4096
+MOST_FORMS = 256  # of launches that are remembered
+PACKAGES = ("triton", "pytorch-triton", "triton-windows")
+_lock = Lock()  # of additions
+
+
+@cache  # packages do not come and go in a process, and looking them up takes a fifth of a step
+def installed() -> Support:
+    """Whether there is a Triton that is new enough."""
+    for name in PACKAGES:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+            return Support.not_yet(f"Triton {version} is older than 3.6; pip install -U triton")
+        return Support.yes()
+    return Support.not_yet("Triton is not installed; pip install triton")
+
+
+def remember(known: dict[tuple[Any, ...], _Value], form: tuple[Any, ...], value: _Value) -> _Value:
+    """What ``known`` has for a form, at most :data:`MOST_FORMS` of them."""
+    with _lock:
+        while len(known) >= MOST_FORMS:
+            del known[next(iter(known))]
+        return known.setdefault(form, value)
+
+
+def addresses(tensors: tuple[torch.Tensor | None, ...]) -> list[int | None]:
+    """What takes the place of tensors in a launch: of those, Triton would ask the driver where they are."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream, in the order of which kernels use them
+
+
+def merge_counters(device: torch.device, count: int) -> torch.Tensor:
+    """At least ``count`` zeros for kernels to count merges with, which leave zeros behind."""
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = device.index, current_stream(device)
+    known = _counters.get(key)
+    if known is None or len(known) < count:
+        known = _counters[key] = torch.zeros(max(count, FEWEST_COUNTERS), dtype=torch.int32, device=device)
+    return known
+
+
+def printed_change(spec: AttentionSpec) -> Any:
+    """The spec's functions, printed, or None."""
+    if spec.score_mod is None and spec.mask_mod is None:
+        return None
+    from sennit.backends.gpus.functions import graph_function
+
+    return graph_function(spec)
+
+
+def launch_captures(launch: Attend) -> tuple[Any, ...]:
+    """What a launch's functions close over, as kernels take it."""
+    if not launch.spec.captures:
+        return ()
+    from sennit.backends.gpus.functions import capture_arguments
+
+    return capture_arguments(launch.spec, launch.captures)
+
+
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The same, or a copy whose elements follow each other."""
+    return None if tensor is None else tensor.contiguous()
