@@ -315,3 +315,56 @@ def test_forward_mode_derivatives_are_refused_rather_than_zero():
         ),
         "q", "tangent", "inference",
     )  # fmt: skip
+
+
+@each_backend
+def test_an_append_to_a_batch_without_requests_writes_nothing(backend, device):
+    attn = sennit.BatchAttention(SPEC, page_size=4, device=device, backend=backend)
+    pools = torch.zeros(8, 4, 2, 8, device=device), torch.zeros(8, 4, 2, 8, device=device)
+    rows = torch.ones(3, 2, 8, device=device)
+    exact = torch.zeros(0, dtype=torch.int32, device=device)
+    for options in ({}, {"kv_lens_device": exact}):
+        batch = sennit.Batch.csr(qo_indptr=[0], kv_lens=[], kv_indptr=[0], kv_indices=[], **options)
+        attn.append(attn.plan(batch), rows, rows, pools)
+    assert not pools[0].any()
+    assert not pools[1].any()
+
+
+def test_plans_and_buffers_of_a_backend_that_was_not_asked_for_are_refused():
+    problem, items, _ = setup("reference-items")
+    _, reference, plan = setup("reference")
+    buffers = items.buffers(max_requests=4, max_tokens=8, max_pages=16)
+    refused(lambda: reference.plan(problem.batch, into=buffers), "into", "reference", "reference-items")
+    refused(
+        lambda: items.run(plan, problem.q, problem.kv, sm_scale=1.0), "plan", "reference-items", "reference",
+        error=sennit.PlanMismatch,
+    )  # fmt: skip
+
+
+def test_what_is_wrong_is_named_and_not_what_goes_with_it():
+    problem, attn, plan = setup()
+    q, out = problem.q, torch.zeros(4, 4, 8)
+    refused(
+        lambda: attn.run(plan, q[:2], problem.kv, sm_scale=1.0, out=out), "q", "4 rows", "2", error=sennit.PlanMismatch
+    )
+    negated = out._neg_view()
+    refused(lambda: attn.run(plan, q, problem.kv, sm_scale=1.0, out=negated), "out", "resolve_neg", "negated")
+    buffers = attn.buffers(max_requests=4, max_tokens=8, max_pages=16)
+    packed = sennit.Batch.ragged(qo_indptr=[0, 1], kv_indptr=[0, 5])
+    refused(lambda: attn.plan(packed, into=buffers), "into", "packed keys", "buffers")
+    with pytest.raises(sennit.UnsupportedFeature, match=r"^spec: .*float64"):
+        sennit.BatchAttention(SPEC.replace(dtype=torch.float64), page_size=4, device="cpu", backend="cpu")
+
+
+@each_backend
+def test_an_infinite_sink_leaves_nothing_to_keys(backend, device):
+    spec = SPEC.replace(learned_sinks=True)
+    problem, attn, plan = setup(backend, device, spec=spec)
+    sinks = torch.tensor([torch.inf, 0.0, -torch.inf, 1.0], device=device)
+    for split in ({}, {"split_size": 4}):
+        plan = attn.plan(problem.batch, **split)
+        out, lse = attn.run(plan, problem.q, problem.kv, sm_scale=0.3, sinks=sinks, return_lse=True)
+        assert (out[:, 0] == 0).all()
+        assert (lse[:, 0] == torch.inf).all()
+        assert out.isfinite().all()
+        assert (out[:, 1:] != 0).all()

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import sennit
 from sennit import variants
-from sennit.backends.triton import compiling
+from sennit.backends.triton import compiling, costs
 from sennit.backends.triton.compiling import ARCHITECTURES, CompiledKernel, Layer, Outcome, compile_layers
 from sennit.cli import app
 from sennit.errors import BackendUnavailable, InvalidInput
@@ -108,3 +108,13 @@ def test_the_command_prints_what_was_found_and_fails_where_it_does_not_fit(monke
     assert read["shared_memory"] == {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
     assert read["outcomes"][0]["kernels"][0]["registers"] == 240
     assert run("--only", "nothing").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dim", "fits"), [("sm_90", 2048, True), ("sm_90", 4096, False), ("sm_86", 2048, False)]
+)
+def test_heads_that_no_tile_has_room_for_are_refused(architecture, dim, fits):
+    spec = sennit.AttentionSpec(num_qo_heads=1, num_kv_heads=1, head_dim=dim, dtype=torch.float16)
+    support = costs.has_room(spec, ARCHITECTURES[architecture])
+    assert support.accepted == fits
+    assert fits or "shared memory" in support.reason

@@ -102,7 +102,7 @@ class Program:
 
     def add_number(self, value: bool | int | float, dtype: torch.dtype) -> str:
         """Name of a constant."""
-        return self.add(f"tl.full((), {_number(value, dtype)}, {TYPES[kept(dtype)]})")
+        return self.add(f"tl.cast({_number(value, dtype)}, {TYPES[kept(dtype)]})")
 
     def _add_node(self, node: Node, operands: Sequence[Node], args: Sequence[str]) -> str:
         if node.op in INPUTS:
