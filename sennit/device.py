@@ -31,8 +31,15 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if resolved.type == "cuda":
         count = torch.cuda.device_count()
         if (resolved.index or 0) >= count:
-            there = f"one of the {count} CUDA devices of this machine" if count else "the CPU: there is no CUDA device"
-            raise InvalidInput("device", expected=there, got=str(device))
+            if count:
+                raise InvalidInput(
+                    "device", expected=f"one of the {count} CUDA devices of this machine", got=str(device)
+                )
+            without = f"this PyTorch ({torch.__version__}) is built without CUDA; install one that is"
+            raise InvalidInput(
+                "device", expected='"cpu", since there is no CUDA device', got=repr(str(device)),
+                hint="PyTorch sees no GPU; look at nvidia-smi" if torch.version.cuda else without,
+            )  # fmt: skip
         if resolved.index is None:
             return torch.device("cuda", torch.cuda.current_device())
         return resolved

@@ -18,7 +18,12 @@ __all__ = ["kernels"]
 
 def kernels(
     architecture: Annotated[
-        str, typer.Option("--arch", metavar="NAMES", help="Architectures to compile for, with commas between.")
+        str,
+        typer.Option(
+            "--arch",
+            metavar="NAMES",
+            help="Architectures to compile for, with commas between: sm_80, sm_86, sm_89, sm_90.",
+        ),
     ] = "sm_80,sm_90",
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Compile only for layers with matching names, such as 'bf16 128*'.")
@@ -39,7 +44,9 @@ def kernels(
 
     chosen = {name: layer for name, layer in usual_layers().items() if fnmatchcase(name, only)}
     if not chosen:
-        raise InvalidInput("--only", expected="a pattern that some layer's name matches", got=repr(only))
+        raise InvalidInput(
+            "--only", expected="a pattern that some layer's whole name matches", got=repr(only), hint="such as 'bf16*'"
+        )
     names = list(dict.fromkeys(name.strip() for name in architecture.split(",")))
     for name in names:
         if name not in ARCHITECTURES:

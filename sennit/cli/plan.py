@@ -131,7 +131,8 @@ def _offered(backend: str, spec: AttentionSpec, workers: int | None, combine: Co
         if support.accepted:
             return registry.load(backend).configs(spec, device)
     reasons = "; ".join(f"{device}: {support.reason}" for device, support in tried.items())
-    raise BackendUnavailable(f"backend {backend!r} has no configurations for this here ({reasons})")
+    hint = "without --backend an H200 is planned for, which need not be here"
+    raise BackendUnavailable(f"backend {backend!r} has no configurations for this here ({reasons}); {hint}")
 
 
 def _make(

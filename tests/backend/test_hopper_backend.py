@@ -18,6 +18,13 @@ from sennit.errors import InvalidInput, UnsupportedFeature
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
+
+
+@pytest.fixture(autouse=True)
+def unfinished(monkeypatch):
+    monkeypatch.setenv("SENNIT_UNFINISHED", "1")
+
+
 BF16, FP16 = torch.bfloat16, torch.float16
 MIXED = [300, 1, 0, 3, 2, 9, 1], [470, 1041, 9, 2, 0, 700, 64]
 TREES = [[-1, 0, 0, 1, 1], None, [-1, 0, 1], [-1, -1, 0, 1, 2, 3]]

@@ -45,6 +45,10 @@ class HopperBackend(PagedCache):
         """On Hopper GPUs."""
         if device.type != "cuda":
             return Support.no(f"it runs on Hopper GPUs, not on {device}")
+        if not env.unfinished():
+            return Support.no(
+                "it is not finished: results have not been tested enough; SENNIT_UNFINISHED=1 lets it run"
+            )
         if env.triton_interpreted():
             return Support.no("Triton's interpreter does not run it")
         support = installed()
