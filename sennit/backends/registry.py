@@ -18,7 +18,7 @@ from sennit.backends.base import Backend, Support
 from sennit.errors import BackendUnavailable, InvalidInput, UnsupportedFeature
 from sennit.spec import AttentionSpec
 
-__all__ = ["Candidate", "candidates", "choose", "load", "names", "unavailable"]
+__all__ = ["Candidate", "candidates", "check_runs", "choose", "load", "names", "unavailable"]
 
 BUILT_IN = {
     "cpu": "sennit.backends.cpu:BACKEND",
@@ -123,6 +123,14 @@ def choose(tried: Sequence[str], spec: AttentionSpec, features: frozenset[str], 
     if len(examined) == 1:
         reason = f"backend {examined[0].name!r} does not take it: {examined[0].support.reason}"
     raise UnsupportedFeature(", ".join(sorted(spec.features | features)) or "spec", reason)
+
+
+def check_runs(name: str, device: torch.device) -> None:
+    """Raise :class:`InvalidInput` or :class:`BackendUnavailable` where nothing of that name can run on a device."""
+    tried = candidates(name, device)
+    examined = [examine(each, None, frozenset(), device) for each in tried]
+    if not any(candidate.support.accepted for candidate in examined):
+        raise unavailable(examined, device)
 
 
 def unavailable(examined: Sequence[Candidate], device: torch.device) -> BackendUnavailable:

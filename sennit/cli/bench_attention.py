@@ -97,6 +97,7 @@ def attention(
     """
     import torch
 
+    from sennit.backends import registry
     from sennit.bench.attention import Setting
     from sennit.bench.cpu import threads as threads_of
     from sennit.bench.devices import kind_of
@@ -112,6 +113,7 @@ def attention(
     chosen = choose_workloads(list(workloads or ()), kind.workloads)
     check_files({"--out": out, "--picture": picture})
     _check_options(place.type, threads=threads, heat=heat and not kind.heats)
+    registry.check_runs(backend, place)
     if picture is not None:
         check_drawing()
     order = Order(

@@ -236,3 +236,11 @@ def test_a_gpu_refuses_what_is_of_a_cpu(bench, monkeypatch, arguments, text):
     result = bench(*arguments, "--device", "cuda")
     assert (result.exit_code, result.stdout) == (2, "")
     assert text in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(("name", "words"), [("nope", "expected"), ("hopper", "cannot run here")])
+def test_a_backend_that_cannot_run_is_refused_once_and_before_any_work(sennit, monkeypatch, name, words):
+    monkeypatch.setattr(bench_attention, "_measure", lambda *_: pytest.fail("measured"))
+    result = sennit("bench", "attention", "--backend", name)
+    assert result.exit_code == 2 or result.exception is not None
+    assert f"{result.output} {result.exception}".count(words) == 1
