@@ -332,7 +332,7 @@ class BatchAttention:
         self._check_heads("alibi_slopes", alibi_slopes, wanted=spec.alibi, field="alibi")
         captured = self._check_captures({} if captures is None else captures)
         self._check_rows("q", q, (spec.num_qo_heads, spec.head_dim_qk), spec.dtype)
-        if q.shape[0] < plan.num_rows:
+        if not torch.compiler.is_compiling() and q.shape[0] < plan.num_rows:  # a new plan is no reason to recompile
             raise PlanMismatch("q", expected=f"at least the plan's {plan.num_rows} rows", got=q.shape[0])
         pages = self._checked(kv, plan.page_size)
         fresh = out is None

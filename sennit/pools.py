@@ -37,7 +37,7 @@ class KVPages(NamedTuple):
 
 def check_distinct(name: str, tensor: torch.Tensor) -> None:
     """Raise :class:`InvalidInput` for a tensor to be written whose elements share memory, or stand for others."""
-    if tensor.is_neg():
+    if not torch.compiler.is_compiling() and tensor.is_neg():  # which Dynamo cannot ask
         raise InvalidInput(name, expected="memory that holds its values", got="a negated view", hint="resolve_neg()")
     if not tensor.is_contiguous() and _overlaps_itself(tensor):
         got = f"strides {tensor.stride()}"
