@@ -142,7 +142,7 @@ def test_what_transformers_has_no_causal_model_for_is_unsupported(folder: Path, 
 def test_wrong_arguments_are_refused_before_anything_is_read() -> None:
     with pytest.raises(InvalidInput, match="device: expected a torch device"):
         load("/nowhere", device="nonsense")
-    with pytest.raises(InvalidInput, match='device: expected (one of|"cpu", since)'):
+    with pytest.raises(InvalidInput, match=r'device: expected (one of|"cpu", since)'):
         load("/nowhere", device="cuda:99")
     with pytest.raises(InvalidInput, match=r"dtype: expected a torch\.dtype"):
         load("/nowhere", dtype="float32")  # type: ignore[arg-type]
