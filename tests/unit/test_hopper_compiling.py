@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -41,11 +42,25 @@ def launch(layer: compiling.Layer, config: Any) -> None:
     )  # fmt: skip
 
 
+DEVICES = itertools.count(1000)
+
+
+class Recorder(compiling.Recorder):
+    """On a device of its own, since Triton keeps kernels by device."""
+
+    def __init__(self) -> None:
+        super().__init__(90)
+        self.device = next(DEVICES)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+
 @pytest.fixture
 def recorder():
     from triton.runtime import driver
 
-    before, made = dict(vars(driver)), compiling.Recorder(90)
+    before, made = dict(vars(driver)), Recorder()
     driver.set_active(made)
     yield made
     vars(driver).update(before)
