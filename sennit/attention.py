@@ -332,8 +332,8 @@ class BatchAttention:
         self._check_heads("alibi_slopes", alibi_slopes, wanted=spec.alibi, field="alibi")
         captured = self._check_captures({} if captures is None else captures)
         self._check_rows("q", q, (spec.num_qo_heads, spec.head_dim_qk), spec.dtype)
-        if not torch.compiler.is_compiling() and q.shape[0] < plan.num_rows:  # a new plan is no reason to recompile
-            raise PlanMismatch("q", expected=f"at least the plan's {plan.num_rows} rows", got=q.shape[0])
+        if not torch.compiler.is_compiling():  # a new plan is no reason to recompile
+            ops.check_rows("q", q, plan.num_rows)
         pages = self._checked(kv, plan.page_size)
         fresh = out is None
         if out is None:
@@ -380,7 +380,7 @@ class BatchAttention:
         if not len(pair[0]):
             return
         ids_on_device = [torch.from_numpy(ids.astype("int64")).to(self.device) for ids in pair]
-        backend = registry.choose(self._tried, self.spec, frozenset({"paged"}), self.device)
+        backend = registry.choose(self._tried, self.spec, self._features | {"paged"}, self.device)
         for pool in pages.given:
             torch.ops.sennit.copy_pages(backend, pool, *ids_on_device)
 

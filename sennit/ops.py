@@ -84,7 +84,7 @@ def _attend(
     """
     operator = _operator(key)
     arrays = _read(plan_host, stamp)
-    _check_rows("q", q, arrays)
+    check_rows("q", q, arrays[Header.NUM_ROWS])
     _check_pages(k, arrays, operator)
     if env.debug():
         _check_device_data(arrays, page_table, kv_lens, k.shape[0], operator)
@@ -138,7 +138,7 @@ def _append(
     operator = _operator(key)
     assert operator.page_size is not None
     arrays = _read(plan_host, stamp)
-    _check_rows("k", k, arrays)
+    check_rows("k", k, arrays[Header.NUM_ROWS])
     _check_pages(k_pages, arrays, operator, Header.LARGEST_SLOT_PAGE if slots is not None else Header.LARGEST_PAGE)
     if env.debug():
         _check_device_data(arrays, page_table, kv_lens, k_pages.shape[0], operator)
@@ -257,9 +257,10 @@ def _read(plan_host: torch.Tensor, stamp: torch.Tensor) -> PlanArrays:
     return arrays
 
 
-def _check_rows(name: str, tensor: torch.Tensor, arrays: PlanArrays) -> None:
-    if tensor.shape[0] < arrays[Header.NUM_ROWS]:
-        raise PlanMismatch(name, expected=f"at least the plan's {arrays[Header.NUM_ROWS]} rows", got=tensor.shape[0])
+def check_rows(name: str, tensor: torch.Tensor, num_rows: int) -> None:
+    """Raise :class:`PlanMismatch` where a tensor has fewer rows than a plan."""
+    if tensor.shape[0] < num_rows:
+        raise PlanMismatch(name, expected=f"at least the plan's {num_rows} rows", got=tensor.shape[0])
 
 
 def _check_pages(k: torch.Tensor, arrays: PlanArrays, operator: Operator, word: Header = Header.LARGEST_PAGE) -> None:

@@ -56,6 +56,11 @@ class Line:
         """Heads of a band."""
         return self.config.heads[self.strand]
 
+    @property
+    def num_bands(self) -> Int64Array:
+        """Bands of each block."""
+        return self.num_heads // self.band_heads
+
     @cached_property
     def base_time(self) -> FloatArray:
         """Time that a band takes once: reading queries, and writing results (to be merged, if chunks are fixed)."""
@@ -84,12 +89,12 @@ class Line:
     @cached_property
     def unit_start(self) -> Int64Array:
         """First unit of each block, and the line's length."""
-        return prefix_sums(self.band_units * (self.num_heads // self.band_heads))
+        return prefix_sums(self.band_units * self.num_bands)
 
     @cached_property
     def time_start(self) -> FloatArray:
         """Time at which each block begins, and the whole."""
-        return prefix_sums(self.band_time * (self.num_heads // self.band_heads))
+        return prefix_sums(self.band_time * self.num_bands)
 
     @property
     def strand_blocks(self) -> list[int]:

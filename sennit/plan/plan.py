@@ -219,9 +219,7 @@ def _make_tensors(
     )
     if into is not None:
         if table is None:
-            raise CapacityExceeded(
-                "into: buffers hold the page table, so it must be on the host; got a device tensor or packed keys"
-            )
+            raise CapacityExceeded("into: buffers hold the page table, so it must be on the host; got a device tensor")
         if isinstance(batch.slot_mapping, np.ndarray):
             raise UnsupportedFeature("slot_mapping", "with into= it must be a device tensor, whose address you keep")
         into.check(layout, extents.num_rows, work.num_partial_rows)

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from sennit.backends.base import Attend  # noqa: E402
 from sennit.backends.hopper.backend import HopperBackend  # noqa: E402
 from sennit.backends.hopper.configs import kernel_configs, takes  # noqa: E402
 from sennit.backends.triton import compiling  # noqa: E402
 from sennit.env import triton_interpreted  # noqa: E402
-from sennit.plan.tensors import PlanArrays  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(triton_interpreted(), reason="the interpreter compiles nothing")]
 SHARED_MEMORY = compiling.ARCHITECTURES["sm_90"].shared_memory
@@ -23,23 +21,8 @@ del LAYERS["bf16 128, pages of one token"]
 
 
 def launch(layer: compiling.Layer, config: Any) -> None:
-    spec, slots = layer.spec, () if layer.page_size is None else (layer.page_size,)
-    plan = compiling._plan(layer, config)
-    pools = [
-        torch.empty(2, *slots, spec.num_kv_heads, dim, dtype=spec.kv_dtype)
-        for dim in (spec.head_dim_qk, spec.head_dim_vo)
-    ]
-    per_head = torch.zeros(spec.num_qo_heads)
-    HopperBackend().attend(
-        Attend(
-            spec=spec, config=config, page_size=layer.page_size, arrays=PlanArrays(plan.tensors.host.numpy()),
-            plan=plan.tensors.device, page_table=plan.tensors.page_table, kv_lens=None,
-            q=torch.empty(plan.num_rows, spec.num_qo_heads, spec.head_dim_qk, dtype=spec.dtype), k=pools[0], v=pools[1],
-            out=torch.empty(plan.output_shape, dtype=spec.dtype), lse=torch.empty(plan.num_rows, spec.num_qo_heads),
-            sm_scale=0.1, packed_mask=plan.tensors.packed_mask, sinks=per_head if spec.learned_sinks else None,
-            alibi_slopes=per_head if spec.alibi else None, captures=layer.captures,
-        )
-    )  # fmt: skip
+    attend = compiling.attend_of(layer, config)
+    HopperBackend().attend(attend._replace(lse=torch.empty(len(attend.q), layer.spec.num_qo_heads)))
 
 
 DEVICES = itertools.count(1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import metadata
 from threading import Lock
@@ -10,12 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 from sennit.backends.base import Attend, Support
-from sennit.backends.gpus.device import current_stream
+from sennit.backends.floats import dense_columns
+from sennit.backends.gpus.device import current_stream, made_current
+from sennit.plan.tensors import Header
 from sennit.spec import AttentionSpec
 
 __all__ = [
-    "ALIGNED", "addresses", "contiguous", "installed", "launch_captures", "merge_counters", "printed_change",
-    "remember",
+    "ALIGNED", "addresses", "attend_dense", "contiguous", "installed", "launch_captures", "merge_counters",
+    "printed_change", "remember",
 ]  # fmt: skip
 
 _Value = TypeVar("_Value")
@@ -47,6 +50,22 @@ def remember(known: dict[tuple[Any, ...], _Value], form: tuple[Any, ...], value:
         while len(known) >= MOST_FORMS:
             del known[next(iter(known))]
         return known.setdefault(form, value)
+
+
+def attend_dense(launch: Attend, run: Callable[..., None]) -> None:
+    """Attention by ``run(launch, q, out, fixed=...)``, whose tensors have dense columns, on their device.
+
+    ``fixed``: a graph of this launch serves other plans at the same addresses.
+    """
+    arrays = launch.arrays
+    fixed = arrays[Header.GENERATION] > 0
+    if not (arrays[Header.NUM_ITEMS] or fixed):
+        return
+    q, out = dense_columns(launch.q), dense_columns(launch.out)
+    with made_current(q.device):
+        run(launch, q, out, fixed=fixed)
+    if out is not launch.out:
+        launch.out.copy_(out)
 
 
 def addresses(tensors: tuple[torch.Tensor | None, ...]) -> list[int | None]:

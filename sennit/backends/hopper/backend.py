@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 
 from sennit import env
 from sennit.backends.base import Attend, Support
-from sennit.backends.floats import dense_columns
 from sennit.backends.gpus.caching import PagedCache
-from sennit.backends.gpus.device import made_current
 from sennit.backends.gpus.launching import (
     ALIGNED,
+    attend_dense,
     contiguous,
     installed,
     launch_captures,
     merge_counters,
     printed_change,
 )
+from sennit.backends.gpus.variant import layer_facts
 from sennit.backends.hopper.configs import HopperConfig, columns_of, kernel_configs, takes
 from sennit.backends.hopper.pools import FEWEST_BOX_ROWS, Rows, box_rows, rows_of
-from sennit.backends.hopper.variant import Variant
+from sennit.backends.hopper.variant import WIDE_PARTS, Variant
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
 from sennit.spec import AttentionSpec
@@ -32,7 +32,6 @@ from sennit.spec import AttentionSpec
 __all__ = ["HopperBackend"]
 
 LARGEST_SCALE = 64.0  # below which products may be weighed before they are scaled
-PARTS = 2  # groups of warps that share a wide tile
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,7 @@ class HopperBackend(PagedCache):
 
     def attend(self, launch: Attend) -> None:
         """See :class:`~sennit.backends.base.Backend`."""
-        arrays = launch.arrays
-        fixed = arrays[Header.GENERATION] > 0  # a graph of this launch serves other plans at the same addresses
-        if not (arrays[Header.NUM_ITEMS] or fixed):
-            return
-        q, out = dense_columns(launch.q), dense_columns(launch.out)
-        with made_current(q.device):
-            _run(launch, q, out, fixed=fixed)
-        if out is not launch.out:
-            launch.out.copy_(out)
+        attend_dense(launch, _run)
 
     def measure(self, launch: Attend) -> torch.Tensor:
         """The same, by a kernel that tells when each item began and ended: nanoseconds, int64 ``[items, 2]``.
@@ -88,8 +79,7 @@ class HopperBackend(PagedCache):
         The clock is one for all SMs; groups of warps that share a wide item end at different times, the first's count.
         """
         times = torch.zeros(launch.arrays[Header.NUM_ITEMS], 2, dtype=torch.int64, device=launch.q.device)
-        with made_current(launch.q.device):
-            _run(launch, dense_columns(launch.q), launch.out, fixed=False, times=times)
+        attend_dense(launch, partial(_run, times=times))
         return times
 
 
@@ -100,12 +90,12 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool, tim
     partials, counters = None, None
     if num_partial_rows:
         partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
-        most = config.num_workers * len(config.strands) * max(strand.heads for strand in config.strands)
-        counters = merge_counters(q.device, PARTS * (most if fixed else arrays[Header.NUM_MERGES]))
+        most = config.num_workers * len(config.strands)
+        counters = merge_counters(q.device, WIDE_PARTS * (most if fixed else arrays[Header.NUM_MERGES]))
     variant = _variant(launch, config, q)
     lse = launch.lse
     boxes = [_query_boxes(q, tile.rows // parts, variant) if tile and variant.query_boxes else None
-             for tile, parts in ((config.wide, PARTS), (config.narrow, 1))]  # fmt: skip
+             for tile, parts in ((config.wide, WIDE_PARTS), (config.narrow, 1))]  # fmt: skip
     _kernel()[(config.num_workers, 1, 1)](
         launch.plan, launch.page_table, contiguous(launch.kv_lens), q, *boxes,
         _pool_boxes(launch.k, k_rows, variant), _pool_boxes(launch.v, v_rows, variant), out, lse,
@@ -118,25 +108,16 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool, tim
 
 
 def _variant(launch: Attend, config: HopperConfig, q: torch.Tensor) -> Variant:
-    spec, arrays, group_size = launch.spec, launch.arrays, launch.spec.group_size
-    heights = [tile.rows // parts for tile, parts in ((config.wide, PARTS), (config.narrow, 1)) if tile]
+    spec, group_size = launch.spec, launch.spec.group_size
     aligned = q.data_ptr() % ALIGNED == 0 and all(stride * 2 % ALIGNED == 0 for stride in q.stride()[:2])
     return Variant(
+        **layer_facts(launch),
         wide=config.wide,
         narrow=config.narrow,
-        group_size=group_size,
         columns=columns_of(spec.head_dim_qk),
-        dim_qk=spec.head_dim_qk,
-        dim_vo=spec.head_dim_vo,
-        page_size=launch.page_size,
         box_rows=box_rows(launch.page_size),
-        query_boxes=aligned and group_size & (group_size - 1) == 0 and len(heights) > 0,
+        query_boxes=aligned and group_size & (group_size - 1) == 0,
         ordinary_scale=0 < launch.sm_scale < LARGEST_SCALE,
-        window_left=spec.window_left,
-        window_right=spec.window_right,
-        num_sink_tokens=spec.num_sink_tokens,
-        logits_soft_cap=spec.logits_soft_cap,
-        trees=arrays[Header.TREES_AT] < arrays[Header.TABLE_AT],
     )
 
 

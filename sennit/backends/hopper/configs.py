@@ -16,8 +16,6 @@ __all__ = ["HopperConfig", "columns_of", "kernel_configs", "takes"]
 DTYPES = (torch.bfloat16, torch.float16)
 COLUMNS = (64, 128)
 NARROW_ROWS = (8, 16, 32)
-SHARED_MEMORY = 227 * 1024
-BARRIERS = 1024  # bytes that are left for barriers
 
 # Microseconds on one SM of an H200.
 BYTES = 36e3  # of scattered pages that are read in one

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from sennit.backends.gpus.launching import ALIGNED
 from sennit.errors import InvalidInput
 
 __all__ = ["Rows", "box_rows", "rows_of"]
 
-ALIGNED = 16  # bytes
 MOST_BOX_ROWS = 64
 PACKED_BOX_ROWS = 16  # whose last ones are cleared where nobody owns them
 FEWEST_BOX_ROWS = 8  # shared memory is swizzled in eights

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Tile", "Variant"]
+from sennit.backends.gpus.variant import LayerVariant
+
+__all__ = ["WIDE_PARTS", "Tile", "Variant"]
+
+WIDE_PARTS = 2  # groups of warps that share a wide tile
 
 
 @dataclass(frozen=True)
@@ -24,38 +28,24 @@ class Tile:
     registers: int
 
 
-@dataclass(frozen=True)
-class Variant:
+@dataclass(frozen=True, kw_only=True)
+class Variant(LayerVariant):
     """What is known when the kernel is compiled.
 
     Attributes:
         wide, narrow: tiles of the strands; None: there is no such strand.
-        group_size: query heads per KV head.
         columns: of queries, keys and values in shared memory.
-        dim_qk, dim_vo: of them, those that there are.
-        page_size: tokens a page; None: keys are packed rows.
         box_rows: tokens that are copied at once, which divides pages and steps.
         query_boxes: tiles of packed rows are boxes of the queries, which can be copied at once too.
         ordinary_scale: ``sm_scale`` is such that products may be weighed before they are scaled.
-        window_left, window_right, num_sink_tokens, logits_soft_cap: see ``AttentionSpec``.
-        trees: segments may have token trees.
     """
 
     wide: Tile | None
     narrow: Tile | None
-    group_size: int
     columns: int
-    dim_qk: int
-    dim_vo: int
-    page_size: int | None
     box_rows: int
     query_boxes: bool
     ordinary_scale: bool
-    window_left: int | None
-    window_right: int | None
-    num_sink_tokens: int
-    logits_soft_cap: float | None
-    trees: bool
 
     @property
     def ordered(self) -> bool:

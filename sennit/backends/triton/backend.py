@@ -11,12 +11,13 @@ import torch
 
 from sennit import env
 from sennit.backends.base import Attend, Support
-from sennit.backends.floats import computed_in_float32, dense_columns
+from sennit.backends.floats import computed_in_float32
 from sennit.backends.gpus.caching import PagedCache
-from sennit.backends.gpus.device import ampere_or_newer, made_current
+from sennit.backends.gpus.device import ampere_or_newer
 from sennit.backends.gpus.launching import (
     ALIGNED,
     addresses,
+    attend_dense,
     contiguous,
     installed,
     launch_captures,
@@ -24,6 +25,7 @@ from sennit.backends.gpus.launching import (
     printed_change,
     remember,
 )
+from sennit.backends.gpus.variant import has_trees, layer_facts
 from sennit.backends.triton.costs import (
     TritonConfig,
     device_of,
@@ -72,15 +74,7 @@ class TritonBackend(PagedCache):
 
     def attend(self, launch: Attend) -> None:
         """See :class:`~sennit.backends.base.Backend`."""
-        arrays = launch.arrays
-        fixed = arrays[Header.GENERATION] > 0  # a graph of this launch serves other plans at the same addresses
-        if not (arrays[Header.NUM_ITEMS] or fixed):
-            return
-        q, out = dense_columns(launch.q), dense_columns(launch.out)
-        with made_current(q.device):
-            _run(launch, q, out, fixed=fixed)
-        if out is not launch.out:
-            launch.out.copy_(out)
+        attend_dense(launch, _run)
 
 
 @dataclass(frozen=True)
@@ -132,13 +126,12 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> 
     """The attention kernel for each strand that has work, or may have when a graph is replayed."""
     spec, k, v, lse = launch.spec, launch.k, launch.v, launch.lse
     arrays, kv_lens, mask = launch.arrays, launch.kv_lens, launch.packed_mask
-    trees = arrays[Header.TREES_AT] < arrays[Header.TABLE_AT]
     key = (
-        id(spec), id(launch.config), launch.page_size, trees, q.device.index, kv_lens is None, mask is None,
+        id(spec), id(launch.config), launch.page_size, has_trees(arrays), q.device.index, kv_lens is None, mask is None,
         q.stride(), k.stride(), v.stride(), out.stride(), None if lse is None else lse.stride(),
         q.data_ptr() % ALIGNED, k.data_ptr() % ALIGNED, v.data_ptr() % ALIGNED, out.data_ptr() % ALIGNED,
     )  # fmt: skip
-    known = _compiled.get(key) or remember(_compiled, key, _form(launch, q, out, trees=trees))
+    known = _compiled.get(key) or remember(_compiled, key, _form(launch, q, out))
     config = known.config
     num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
     partials, counters = known.no_partials, known.no_counters
@@ -182,7 +175,7 @@ def _merge(launch: Attend, out: torch.Tensor, partials: torch.Tensor, num_partia
         known.merge[grid](*addresses(tensors), *others)
 
 
-def _form(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, trees: bool) -> Compiled:
+def _form(launch: Attend, q: torch.Tensor, out: torch.Tensor) -> Compiled:
     spec, lse, config = launch.spec, launch.lse, cast(TritonConfig, launch.config)
     pools = (*_pool_strides(launch.k), *_pool_strides(launch.v))
     written = (*out.stride()[:2], *((0, 0) if lse is None else lse.stride()))
@@ -190,41 +183,33 @@ def _form(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, trees: bool) ->
         spec,
         config,
         strides=(*q.stride()[:2], *pools, *written),
-        variants=tuple(_variant(launch, config, strand, trees=trees) for strand in range(len(config.tiles))),
+        variants=tuple(_variant(launch, config, strand) for strand in range(len(config.tiles))),
         change=printed_change(spec),
         no_partials=q.new_empty(1, dtype=torch.float32),
         no_counters=q.new_zeros(1, dtype=torch.int32),
     )
 
 
-def _variant(launch: Attend, config: TritonConfig, strand: int, *, trees: bool) -> Variant:
+def _variant(launch: Attend, config: TritonConfig, strand: int) -> Variant:
     spec = launch.spec
     strides, addresses = (
         (*_pool_strides(launch.k), *_pool_strides(launch.v)),
         (launch.k.data_ptr(), launch.v.data_ptr()),
     )
     aligned = all(number % ALIGNED == 0 for number in (*strides, *addresses))
-    looks_up = trees or launch.packed_mask is not None
+    looks_up = has_trees(launch.arrays) or launch.packed_mask is not None
     tile = possible_tile(config.tiles[strand], spec, aligned=aligned, looks_up=looks_up)
     # Triton's interpreter cannot multiply matrices of bfloat16.
     floats = not is_sixteen_bits(spec) or (env.triton_interpreted() and spec.dtype == torch.bfloat16)
     return Variant(
+        **layer_facts(launch),
         strand=strand,
         tile=replace(tile, keys_first=tile.keys_first and not floats),
         item_rows=config.tiles[strand].rows,
         overlaps=config.combine == "apart",
-        group_size=spec.group_size,
-        dim_qk=spec.head_dim_qk,
-        dim_vo=spec.head_dim_vo,
         latent=spec.latent,
         floats=floats,
-        page_size=launch.page_size,
         same_strides=launch.k.stride() == launch.v.stride(),
-        window_left=spec.window_left,
-        window_right=spec.window_right,
-        num_sink_tokens=spec.num_sink_tokens,
-        logits_soft_cap=spec.logits_soft_cap,
-        trees=trees,
     )
 
 

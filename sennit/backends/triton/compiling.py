@@ -26,13 +26,14 @@ from sennit.errors import BackendUnavailable, BuildFailed, InvalidInput
 from sennit.jit.files import hash_bytes
 from sennit.jit.processes import Workers, processors
 from sennit.plan.batch import Batch
+from sennit.plan.cost import KernelConfig
 from sennit.plan.mask import pack_mask
 from sennit.plan.plan import Plan, make_plan
 from sennit.plan.tensors import PlanArrays
 from sennit.plan.tree import Tree
 from sennit.spec import AttentionSpec
 
-__all__ = ["ARCHITECTURES", "CompiledKernel", "Layer", "Outcome", "compile_layers", "usual_layers"]
+__all__ = ["ARCHITECTURES", "CompiledKernel", "Layer", "Outcome", "attend_of", "compile_layers", "usual_layers"]
 
 KIB = 1024
 ARCHITECTURES = {
@@ -321,55 +322,60 @@ def spills_in_loops(program: str) -> int:
 
 def _launch(layer: Layer, config: TritonConfig) -> None:
     """All that the backend launches for a layer, over a batch that needs every kernel."""
-    spec, page_size, backend = layer.spec, layer.page_size, TritonBackend()
-    plan = _plan(layer, config)
-    tensors, arrays = plan.tensors, PlanArrays(plan.tensors.host.numpy())
-    slots = () if page_size is None else (page_size,)
-    k = torch.empty(2, *slots, spec.num_kv_heads, spec.head_dim_qk, dtype=spec.kv_dtype)
-    v = torch.empty(2, *slots, spec.num_kv_heads, spec.head_dim_vo, dtype=spec.kv_dtype)
-    per_head = torch.zeros(spec.num_qo_heads)
-    backend.attend(
-        Attend(
-            spec=spec,
-            config=config,
-            page_size=page_size,
-            arrays=arrays,
-            plan=tensors.device,
-            page_table=tensors.page_table,
-            kv_lens=None,
-            q=torch.empty(plan.num_rows, spec.num_qo_heads, spec.head_dim_qk, dtype=spec.dtype),
-            k=k,
-            v=k[..., : spec.head_dim_vo] if spec.latent else v,
-            out=torch.empty(plan.output_shape, dtype=spec.dtype),
-            lse=torch.empty(plan.num_rows, spec.num_qo_heads) if page_size is None else None,
-            sm_scale=0.1,
-            packed_mask=tensors.packed_mask,
-            sinks=per_head if spec.learned_sinks else None,
-            alibi_slopes=per_head if spec.alibi else None,
-            captures=layer.captures,
-        )
-    )
-    if page_size is None:
+    backend, launch = TritonBackend(), attend_of(layer, config)
+    backend.attend(launch)
+    if layer.page_size is None:
         return
+    spec, rows, k = layer.spec, len(launch.q), launch.k
     backend.append(
         Append(
             spec=spec,
-            page_size=page_size,
-            arrays=arrays,
-            plan=tensors.device,
-            page_table=tensors.page_table,
+            page_size=layer.page_size,
+            arrays=launch.arrays,
+            plan=launch.plan,
+            page_table=launch.page_table,
             kv_lens=None,
             slots=None,
-            k=torch.empty(plan.num_rows, *k.shape[2:], dtype=spec.kv_dtype),
-            v=None if spec.latent else torch.empty(plan.num_rows, *v.shape[2:], dtype=spec.kv_dtype),
+            k=torch.empty(rows, *k.shape[2:], dtype=spec.kv_dtype),
+            v=None if spec.latent else torch.empty(rows, *launch.v.shape[2:], dtype=spec.kv_dtype),
             k_pages=k,
-            v_pages=None if spec.latent else v,
+            v_pages=None if spec.latent else launch.v,
         )
     )
     backend.copy_pages(k, torch.tensor([0]), torch.tensor([1]))
 
 
-def _plan(layer: Layer, config: TritonConfig) -> Plan:
+def attend_of(layer: Layer, config: KernelConfig) -> Attend:
+    """An attention launch for a layer, over a batch that needs every kernel."""
+    spec, page_size = layer.spec, layer.page_size
+    plan = _plan(layer, config)
+    tensors = plan.tensors
+    slots = () if page_size is None else (page_size,)
+    k = torch.empty(2, *slots, spec.num_kv_heads, spec.head_dim_qk, dtype=spec.kv_dtype)
+    v = torch.empty(2, *slots, spec.num_kv_heads, spec.head_dim_vo, dtype=spec.kv_dtype)
+    per_head = torch.zeros(spec.num_qo_heads)
+    return Attend(
+        spec=spec,
+        config=config,
+        page_size=page_size,
+        arrays=PlanArrays(tensors.host.numpy()),
+        plan=tensors.device,
+        page_table=tensors.page_table,
+        kv_lens=None,
+        q=torch.empty(plan.num_rows, spec.num_qo_heads, spec.head_dim_qk, dtype=spec.dtype),
+        k=k,
+        v=k[..., : spec.head_dim_vo] if spec.latent else v,
+        out=torch.empty(plan.output_shape, dtype=spec.dtype),
+        lse=torch.empty(plan.num_rows, spec.num_qo_heads) if page_size is None else None,
+        sm_scale=0.1,
+        packed_mask=tensors.packed_mask,
+        sinks=per_head if spec.learned_sinks else None,
+        alibi_slopes=per_head if spec.alibi else None,
+        captures=layer.captures,
+    )
+
+
+def _plan(layer: Layer, config: KernelConfig) -> Plan:
     def indptr(lengths: Iterable[int]) -> list[int]:
         return torch.tensor([0, *lengths]).cumsum(0).tolist()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from sennit.backends.gpus.variant import LayerVariant
+
 __all__ = ["Columns", "Tile", "Variant", "columns_of", "value_columns"]
 
 MERGED_VALUES = 4096  # numbers of partial results at once
@@ -87,8 +89,8 @@ class Tile:
         return f"{shape}s{self.stages}"
 
 
-@dataclass(frozen=True)
-class Variant:
+@dataclass(frozen=True, kw_only=True)
+class Variant(LayerVariant):
     """What is known when an attention kernel is compiled.
 
     Attributes:
@@ -96,32 +98,18 @@ class Variant:
         tile: of the strand.
         item_rows: packed query rows that an item may have.
         overlaps: strands share the device, on which kernels can wait for each other.
-        group_size: query heads per KV head.
-        dim_qk, dim_vo: columns of queries and keys, and of values.
         latent: values are the first columns of keys.
         floats: everything is multiplied in float32; otherwise in the dtype of queries, keys and values.
-        page_size: tokens a page; None: keys are packed rows.
         same_strides: keys and values have the same strides.
-        window_left, window_right, num_sink_tokens, logits_soft_cap: see ``AttentionSpec``.
-        trees: segments may have token trees.
     """
 
     strand: int
     tile: Tile
     item_rows: int
     overlaps: bool
-    group_size: int
-    dim_qk: int
-    dim_vo: int
     latent: bool
     floats: bool
-    page_size: int | None
     same_strides: bool
-    window_left: int | None
-    window_right: int | None
-    num_sink_tokens: int
-    logits_soft_cap: float | None
-    trees: bool
 
     @property
     def keys_are_values(self) -> bool:

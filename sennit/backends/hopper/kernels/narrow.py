@@ -9,12 +9,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sennit.backends.gpus.kernels.logits import row_positions
-from sennit.backends.gpus.kernels.plan import load_item, load_segment, packed_rows, worker_items
+from sennit.backends.gpus.kernels.plan import worker_items
 from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
+from sennit.backends.hopper.kernels.items import open_item, rows_of_head
 from sennit.backends.hopper.kernels.names import synchronize
 from sennit.backends.hopper.kernels.output import now, store_sums, store_times
-from sennit.backends.hopper.kernels.steps import plan_steps, step_at
+from sennit.backends.hopper.kernels.steps import step_at
 from sennit.backends.hopper.kernels.weights import weigh_step
 
 __all__ = ["compute_narrow"]
@@ -55,18 +55,10 @@ def compute_narrow(
         start = index
         if times is not None:
             start = now()
-        item = load_item(plan, index)
-        segment, tree = load_segment(plan, item[0], kv_lens)
-        steps = plan_steps(segment, item, tile.keys, variant)
+        item, segment, tree, steps, item_rows = open_item(plan, index, kv_lens, lanes, tile.keys, variant)
         num_steps = steps[3]
-        tokens, of_group, _exists = packed_rows(item[1], item[2], lanes, variant.group_size)
-        positions = row_positions(tokens, segment[2], segment[5], segment[8], tree, variant.trees)
         for kv_head in range(item[3], item[3] + item[4]):
-            heads = kv_head * variant.group_size + of_group
-            slopes = positions
-            if alibi_slopes is not None:
-                slopes = gl.load(alibi_slopes + heads)
-            rows = tokens, heads, positions, slopes
+            rows = rows_of_head(item_rows, kv_head, alibi_slopes, variant)
             largest = gl.full([tile.rows], float("-inf"), gl.float32, row_layout)
             total = gl.full([tile.keys, tile.rows], 0.0, gl.float32, layout)
             sums = gl.full([variant.columns, tile.rows], 0.0, gl.float32, layout)

@@ -6,11 +6,12 @@ from triton.experimental.gluon import language as gl
 from sennit.backends.gpus.kernels.plan import load_merge, load_segment, packed_rows
 from sennit.backends.gpus.kernels.softmax import lse_and_factor, with_sinks
 from sennit.backends.hopper.kernels.names import synchronize
+from sennit.backends.hopper.variant import WIDE_PARTS as _WIDE_PARTS
 
 __all__ = ["now", "store_sums", "store_times"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
-PARTS = gl.constexpr(2)  # of a wide tile, each of which counts by itself
+WIDE_PARTS = gl.constexpr(_WIDE_PARTS)  # each of which counts by itself
 MERGED_ROWS = gl.constexpr(16)  # at once
 
 
@@ -54,6 +55,21 @@ def store_rows(
 
 
 @gluon.jit
+def finish_rows(
+    sums, lse_values, factor, lanes, there, row_start, num_rows, q_start, kv_head, columns, outputs, sinks,
+    columns_first: gl.constexpr, variant: gl.constexpr,
+):  # fmt: skip
+    """Sums times ``factor``, with learned sinks, as final rows: those of ``lanes`` that are ``there``."""
+    tokens, of_group, _exists = packed_rows(row_start, num_rows, lanes, variant.group_size)
+    heads = kv_head * variant.group_size + of_group
+    if sinks is not None:
+        lse_values, sink_factor = with_sinks(lse_values, heads, sinks)
+        factor *= sink_factor
+    sums *= of_rows(factor, columns_first)
+    store_rows(sums, lse_values, q_start + tokens, heads, there, columns, outputs, columns_first, variant)
+
+
+@gluon.jit
 def merge_rows(plan, index, first, end, outputs, sinks, variant: gl.constexpr):
     """Rows ``first : end`` of a merge, part by part in their order."""
     partial_out, partial_lse = outputs[2]
@@ -82,15 +98,10 @@ def merge_rows(plan, index, first, end, outputs, sinks, variant: gl.constexpr):
             total = total * factor + weight
             sums = sums * factor[:, None] + values * weight[:, None]
         lse_values, factor = lse_and_factor(largest * LOG2E, total)
-        tokens, of_group, exists = packed_rows(row_start, num_rows, lanes, variant.group_size)
-        heads = kv_head * variant.group_size + of_group
-        if sinks is not None:
-            lse_values, sink_factor = with_sinks(lse_values, heads, sinks)
-            factor *= sink_factor
-        sums *= factor[:, None]
-        store_rows(
-            sums, lse_values, segment[1] + tokens, heads, exists & (lanes < end), columns, outputs, False, variant
-        )
+        finish_rows(
+            sums, lse_values, factor, lanes, (lanes < num_rows) & (lanes < end), row_start, num_rows, segment[1],
+            kv_head, columns, outputs, sinks, False, variant,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -115,17 +126,14 @@ def store_sums(
         gl.store(partial_lse + row, lse_values, mask=exists)
         index = item[9] + kv_head - item[3]
         num_parts = load_merge(plan, index)[5]
-        counter = outputs[3] + index * PARTS + part
+        counter = outputs[3] + index * WIDE_PARTS + part
         synchronize()  # all of these warps have stored, and the count publishes it
         if gl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             rows: gl.constexpr = lanes.shape[0]
             merge_rows(plan, index, part * rows, gl.minimum((part + 1) * rows, num_rows), outputs, sinks, variant)
             gl.store(counter, 0)
     else:
-        tokens, of_group, exists = packed_rows(row_start, num_rows, lanes, variant.group_size)
-        heads = kv_head * variant.group_size + of_group
-        if sinks is not None:
-            lse_values, sink_factor = with_sinks(lse_values, heads, sinks)
-            factor *= sink_factor
-        sums *= of_rows(factor, columns_first)
-        store_rows(sums, lse_values, segment[1] + tokens, heads, exists, columns, outputs, columns_first, variant)
+        finish_rows(
+            sums, lse_values, factor, lanes, lanes < num_rows, row_start, num_rows, segment[1], kv_head, columns,
+            outputs, sinks, columns_first, variant,
+        )  # fmt: skip

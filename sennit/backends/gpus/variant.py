@@ -1,0 +1,55 @@
+"""What every attention kernel is compiled for: what its layer computes, and how pages lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sennit.backends.base import Attend
+from sennit.plan.tensors import Header, PlanArrays
+
+__all__ = ["LayerVariant", "has_trees", "layer_facts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerVariant:
+    """What is known of a layer when a kernel is compiled.
+
+    Attributes:
+        group_size: query heads per KV head.
+        dim_qk, dim_vo: columns of queries and keys, and of values.
+        page_size: tokens a page; None: keys are packed rows.
+        window_left, window_right, num_sink_tokens, logits_soft_cap: see ``AttentionSpec``.
+        trees: segments may have token trees.
+    """
+
+    group_size: int
+    dim_qk: int
+    dim_vo: int
+    page_size: int | None
+    window_left: int | None
+    window_right: int | None
+    num_sink_tokens: int
+    logits_soft_cap: float | None
+    trees: bool
+
+
+def layer_facts(launch: Attend) -> dict[str, Any]:
+    """The fields of :class:`LayerVariant` for a launch."""
+    spec = launch.spec
+    return {
+        "group_size": spec.group_size,
+        "dim_qk": spec.head_dim_qk,
+        "dim_vo": spec.head_dim_vo,
+        "page_size": launch.page_size,
+        "window_left": spec.window_left,
+        "window_right": spec.window_right,
+        "num_sink_tokens": spec.num_sink_tokens,
+        "logits_soft_cap": spec.logits_soft_cap,
+        "trees": has_trees(launch.arrays),
+    }
+
+
+def has_trees(arrays: PlanArrays) -> bool:
+    """Whether some segment of a plan has a token tree."""
+    return arrays[Header.TREES_AT] < arrays[Header.TABLE_AT]
