@@ -193,6 +193,7 @@ class BatchAttention:
             backend=backend,
             config=registry.load(backend).configs(self.spec, self.device)[0],
             group_size=self.spec.group_size,
+            num_kv_heads=self.spec.num_kv_heads,
             max_requests=max_requests,
             max_tokens=max_tokens,
             max_pages=max_pages,

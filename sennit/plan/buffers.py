@@ -61,6 +61,7 @@ class PlanBuffers:
         backend: str,
         config: KernelConfig,
         group_size: int,
+        num_kv_heads: int,
         max_requests: int,
         max_tokens: int,
         max_pages: int,
@@ -69,18 +70,19 @@ class PlanBuffers:
     ) -> PlanBuffers:
         """Reserve room for every plan of at most these sizes.
 
-        A strand has at most one range of the line a tile and a worker; a cut adds at most two partial items, of at most
-        ``tile_rows`` rows each. Fixed splits may need more; a plan that does not fit is refused.
+        A strand has at most one range of the line a tile (or a head of it, where these are dealt) and a worker; a cut adds
+        at most two partial items, of at most ``tile_rows`` rows each. Fixed splits may need more; a plan that does not
+        fit is refused.
         """
         for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("max_pages", max_pages)):
             checked_integer(name, value, minimum=1)
         checked_integer("max_tree_nodes", max_tree_nodes, minimum=0)
-        fewest_rows = min(strand.tile_rows for strand in config.strands)
-        tiles = max_requests + max_tokens * group_size // fewest_rows
         ranges = config.num_workers * len(config.strands)
+        items = [num_kv_heads if strand.dealt else 1 for strand in config.strands]  # a tile
+        full_tiles = [max_tokens * group_size * n // s.tile_rows for n, s in zip(items, config.strands, strict=True)]
         layout = Layout(
             segments=max_requests,
-            items=tiles + 3 * ranges,
+            items=max_requests * max(items) + max(full_tiles) + 3 * ranges,
             merges=ranges,
             strands=len(config.strands),
             workers=config.num_workers,

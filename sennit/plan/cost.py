@@ -48,6 +48,8 @@ class Strand:
         haste: how many times faster a key step is than its time says where other workers leave the bus to it.
         row_step: rows that arithmetic takes at once, which divides ``tile_rows``, where a tile of few rows takes less.
         heads: KV heads that a work item takes together, which divides the layer's; cuts divide the keys of all of them.
+        dealt: workers take whole bands of tiles where that delays none of them, see :mod:`~sennit.plan.deal`; not for
+            strands that a worker runs one after the other.
     """
 
     name: Literal["wide", "narrow"]
@@ -61,6 +63,7 @@ class Strand:
     haste: float = 1.0
     row_step: int | None = None
     heads: int = 1
+    dealt: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ MAX_PASSES = 6
 class Line:
     """All tiles of a step end to end, strand after strand, measured in units that are never cut.
 
-    A block is one tile of a segment, or one fixed chunk of its keys, for all KV heads. A band of it is as many of them
-    as the strand takes together, and ``band_units`` units long: its key steps, or one where chunks are fixed. A band
-    takes its base time once and its unit time a unit; a band in two parts takes the base time twice, and the split time
+    A block is one tile of a segment, or one fixed chunk of its keys, for ``num_bands`` bands of KV heads, all of them
+    unless bands are dealt (see :mod:`~sennit.plan.deal`). A band is as many heads as the strand takes together, and
+    ``band_units`` units long: its key steps, or one where chunks are fixed. A band takes its base time once and its unit time a unit; a band in two parts takes the base time twice, and the split time
     for each part::
 
         block 0                     block 1
@@ -47,6 +47,8 @@ class Line:
     keys: KeySteps
     band_units: Int64Array
     chunks: Chunks | None  # fixed chunks, in which case bands are not divisible
+    head_start: Int64Array
+    num_bands: Int64Array
 
     def __len__(self) -> int:
         return len(self.segment)
@@ -55,11 +57,6 @@ class Line:
     def band_heads(self) -> Int64Array:
         """Heads of a band."""
         return self.config.heads[self.strand]
-
-    @property
-    def num_bands(self) -> Int64Array:
-        """Bands of each block."""
-        return self.num_heads // self.band_heads
 
     @cached_property
     def base_time(self) -> FloatArray:
@@ -139,6 +136,17 @@ class Line:
         split = np.where(inside_end & ~same_band, self.split_time[end_block], 0.0)
         return np.where(start < end, end_time - start_time + start_extra + split, 0.0)
 
+    def single_bands(self, blocks: Int64Array, bands: Int64Array, first: int, last: int) -> Line:
+        """The same line with single ``bands`` of ``blocks`` in place of the blocks ``first : last``."""
+        taken = np.concatenate([np.arange(first), blocks, np.arange(last, len(self))])
+        columns = (c[taken] for c in (self.strand, self.segment, self.row_start, self.num_rows))
+        head_start, num_bands = self.head_start[taken], self.num_bands[taken]
+        single = slice(first, first + len(blocks))
+        head_start[single] += bands * self.band_heads[blocks]
+        num_bands[single] = 1
+        units = self.band_units[taken]
+        return Line(self.config, self.num_heads, *columns, self.keys.take(taken), units, None, head_start, num_bands)
+
     def locate(self, unit: Int64Array) -> tuple[Int64Array, Int64Array, FloatArray, FloatArray]:
         """Block of a boundary, the band that it divides (-1: none), its time, and the extra time of beginning there."""
         block = self.block_at(unit)
@@ -191,8 +199,7 @@ def make_line(
     else:
         keys = key_steps(np.zeros_like(tiles.key_end), tiles.key_end, tiles.window_start, num_sinks, step, page_size)
     # A tile that sees no key still takes a step: it writes zeros.
-    units = np.maximum(keys.count(step), 1)
-    return Line(config, num_kv_heads, tiles.strand, tiles.segment, tiles.row_start, tiles.num_rows, keys, units, None)
+    return _line(config, num_kv_heads, tiles, keys, np.maximum(keys.count(step), 1), None)
 
 
 class _Tiles(NamedTuple):
@@ -247,8 +254,15 @@ def _chunked(
     step = config.key_steps[tiles.strand]
     keys = key_steps(np.minimum(first, key_end), key_end, tiles.window_start, num_sinks, step, page_size)
     chunks = Chunks(index, count, np.maximum(keys.count(step), 1))
-    units = np.ones_like(index)
-    return Line(config, num_kv_heads, tiles.strand, tiles.segment, tiles.row_start, tiles.num_rows, keys, units, chunks)
+    return _line(config, num_kv_heads, tiles, keys, np.ones_like(index), chunks)
+
+
+def _line(
+    config: KernelConfig, num_heads: int, tiles: _Tiles, keys: KeySteps, units: Int64Array, chunks: Chunks | None
+) -> Line:
+    columns = tiles.strand, tiles.segment, tiles.row_start, tiles.num_rows
+    bands = num_heads // config.heads[tiles.strand]
+    return Line(config, num_heads, *columns, keys, units, chunks, np.zeros_like(bands), bands)
 
 
 def balance(line: Line) -> Int64Array:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.plan.cost import FloatArray, KernelConfig, prefix_sums, strand_haste
+from sennit.plan.deal import deal
 from sennit.plan.line import Chunks, Line, balance, make_line
 from sennit.plan.segments import Segments
 
@@ -145,7 +146,7 @@ def make_schedule(
         page_size=page_size or 1,
         split_size=split_size,
     )
-    cuts = balance(line)
+    line, cuts = deal(line, balance(line))
     if not len(line):
         return Schedule(_empty(), np.zeros_like(cuts), _empty(), 0, line, cuts)
     return _schedule(line, cuts)
@@ -185,7 +186,7 @@ def _schedule(line: Line, cuts: Int64Array) -> Schedule:
     items[Item.ROW_START] = line.row_start[block]
     items[Item.NUM_ROWS] = line.num_rows[block]
     heads = line.band_heads[block]
-    items[Item.HEAD_START] = band * heads
+    items[Item.HEAD_START] = line.head_start[block] + band * heads
     items[Item.NUM_HEADS] = np.maximum(length // units, 1) * heads
     if line.chunks is None:
         _set_keys(items, line, block, unit, np.minimum(length, units))

@@ -62,6 +62,13 @@ class KeySteps:
         """Whether all keys from 0 are taken: there is no window."""
         return self.hole_start is self.end
 
+    def take(self, index: Int64Array) -> KeySteps:
+        """The entries of an index."""
+        end = self.end[index]
+        if self.plain:
+            return KeySteps(self.start[index], end, end, end)
+        return KeySteps(self.start[index], self.hole_start[index], self.hole_end[index], end)
+
     def count(self, step: Int64Array) -> Int64Array:
         """How many steps the keys take."""
         if self.plain:

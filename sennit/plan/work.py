@@ -1,7 +1,7 @@
 """The work of a plan: made by a compiled planner, or by NumPy, to the same words, where nothing can be compiled.
 
 ``csrc`` has a twin of each of the modules :mod:`~sennit.plan.cost`, :mod:`~sennit.plan.visible`,
-:mod:`~sennit.plan.line` and :mod:`~sennit.plan.schedule`. Those say what plans mean, and are what is tested against.
+:mod:`~sennit.plan.line`, :mod:`~sennit.plan.deal` and :mod:`~sennit.plan.schedule`. Those say what plans mean, and are what is tested against.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ def _words(config: KernelConfig) -> list[float]:
     for strand, workers in zip(config.strands, config.workers.tolist(), strict=True):
         words += [strand.tile_rows, strand.key_step, strand.row_step or strand.tile_rows, strand.heads, workers]
         words += [strand.item_time, strand.compute_time, strand.memory_time, strand.split_time, strand.haste]
-    return words + [0.0] * (10 * (2 - len(config.strands)))
+        words.append(strand.dealt)
+    return words + [0.0] * (11 * (2 - len(config.strands)))
 
 
 def _done(status: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from solving import assert_right, attention_for, gqa
+from solving import assert_right, attention_for, gqa, solve
 
 from sennit.backends import registry
 from sennit.backends.hopper.configs import kernel_configs
@@ -70,6 +70,13 @@ def test_every_kind_of_storage_matches_the_oracle(storage, group):
 
 
 @hopper
+@pytest.mark.parametrize("storage", [{"page_size": 16}, {"page_size": 16, "kv_layout": "HND"}, {"page_size": None}], ids=str)
+def test_rows_without_any_key_in_memory_are_zeros(storage):
+    problem = problem_of(gqa(4, 128, dtype=BF16), [3, 1, 200], [0, 0, 0], **storage)
+    assert_right(replace(problem, kv=tuple(pool[:0] for pool in problem.kv)), "hopper")
+
+
+@hopper
 @pytest.mark.parametrize("causal", [False, [True, False, False, True, False, True, False]], ids=str)
 def test_windows_reach_ahead_without_causality(causal):
     spec = gqa(4, 64, dtype=BF16).replace(window_left=20, window_right=7, num_sink_tokens=5)
@@ -105,6 +112,52 @@ def test_every_configuration_is_right(number, monkeypatch):
     monkeypatch.setattr(type(registry.load("hopper")), "configs", lambda *_: one)
     assert_right(problem, "hopper")
     assert_right(problem, "hopper", split_size=512)
+
+
+@hopper
+@pytest.mark.parametrize("name", ["bfloat16", "odd group", "window and sink tokens"])
+def test_pauses_in_all_warps_change_no_bit(name, monkeypatch):
+    backend = type(registry.load("hopper"))
+    quick = backend.attend
+    for seed in range(40):
+        problem = random_problem_of(np.random.default_rng(seed), SPECS[name], most_keys=3000)
+        monkeypatch.setattr(backend, "attend", quick)
+        expected = solve(problem, "hopper")
+        monkeypatch.setattr(backend, "attend", backend.attend_with_pauses)
+        for got, wanted in zip(solve(problem, "hopper"), expected, strict=True):
+            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8)), seed
+
+
+RANDOM = {
+    "bfloat16": (SPECS["bfloat16"], {"page_size": 16}),
+    "float16": (SPECS["float16"], {"page_size": 64, "kv_layout": "HND"}),
+    "odd group": (SPECS["odd group"], {"page_size": 8, "pool": "interleaved"}),
+    "window and sink tokens": (SPECS["window and sink tokens"], {"page_size": 16, "gaps": True}),
+    "cap, ALiBi and sinks": (SPECS["cap, ALiBi and sinks"], {"page_size": None}),
+}
+
+
+def random_problem_of(rng, spec, most_keys, **storage):
+    """A mixed batch of no to twelve requests."""
+    kv_lens = [int(rng.integers(0, rng.choice([3, 40, 300, most_keys]))) for _ in range(rng.integers(0, 13))]
+    q_lens = [int(rng.choice([0, 1, 1, rng.integers(0, 9), rng.integers(0, min(n, 600) + 3)])) for n in kv_lens]
+    causal = [bool(rng.random() < 0.8) for _ in kv_lens]
+    return make_problem(rng, spec, q_lens, kv_lens, causal=causal, device="cuda", **storage)
+
+
+@hopper
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("name", RANDOM)
+def test_ten_thousand_random_batches_match_triton(name, part):
+    spec, storage = RANDOM[name]
+    most = 4 * torch.finfo(spec.dtype).eps
+    for seed in range(700 * part, 700 * (part + 1)):
+        problem = random_problem_of(np.random.default_rng(seed), spec, most_keys=2000, **storage)
+        (out, lse), (expected, expected_lse) = solve(problem, "hopper"), solve(problem, "triton")
+        error = (out.float() - expected.float()).norm(dim=-1)
+        assert (error <= most * expected.float().norm(dim=-1)).all(), seed
+        assert torch.allclose(lse, expected_lse, rtol=1e-5, atol=1e-4), seed
 
 
 @hopper

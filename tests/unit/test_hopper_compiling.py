@@ -68,6 +68,15 @@ def test_products_are_left_to_run_while_weights_are_made(recorder, monkeypatch):
     assert len(listings) == 3
     for listing in listings:
         assert listing.count("HGMMA") > 4 * listing.count("WARPGROUP.DEPBAR")
+        assert "NANOSLEEP" not in listing
+
+
+def test_warps_sleep_only_where_they_are_asked_to(recorder, monkeypatch):
+    listings = []
+    monkeypatch.setattr(compiling, "_looked_at", keeping(compiling._looked_at, listings))
+    monkeypatch.setattr(HopperBackend, "attend", HopperBackend.attend_with_pauses)
+    launch(LAYERS["bf16 128"], kernel_configs(LAYERS["bf16 128"].spec, 132)[0])
+    assert listings[0].count("NANOSLEEP") > 10
 
 
 def keeping(look, listings):

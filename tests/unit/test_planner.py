@@ -26,6 +26,7 @@ HALF = replace(WIDE, workers=66)  # half as many workers, of an SM each
 CONFIGS = [
     *(KernelConfig(f"both-{combine}", (WIDE, NARROW), 132, combine) for combine in ("sum", "max")),
     *(KernelConfig(f"both-{combine}", (HALF, NARROW), 132, combine) for combine in ("turns", "apart")),
+    KernelConfig("dealt", (replace(WIDE, dealt=True), NARROW), 132, "max"),
 ]
 SMALL_STRANDS = (
     Strand("wide", 8, 4, 1.0, 2.0, 1.0, 0.5, row_step=2),
@@ -36,6 +37,7 @@ SMALL = {
     "max": KernelConfig("small", SMALL_STRANDS, 7, "max"),
     "turns": KernelConfig("small", (replace(SMALL_STRANDS[0], workers=3), SMALL_STRANDS[1]), 7, "turns"),
     "apart": KernelConfig("small", (replace(SMALL_STRANDS[0], workers=4), SMALL_STRANDS[1]), 8, "apart"),
+    "dealt": KernelConfig("small", tuple(replace(strand, dealt=True) for strand in SMALL_STRANDS), 7, "max"),
 }
 
 

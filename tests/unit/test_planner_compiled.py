@@ -28,7 +28,8 @@ def random_strand(rng, name, heads):
     rows, step = int(rng.choice([8, 16, 64, 128])), int(rng.choice([16, 32, 64, 128]))
     row_step = int(rng.choice([1, 4, rows])) if rng.random() < 0.5 else None
     haste = float(rng.choice([1.0, 1.7]))
-    return Strand(name, rows, step, *times, workers=workers, haste=haste, row_step=row_step, heads=heads)
+    more = {"workers": workers, "haste": haste, "row_step": row_step, "heads": heads, "dealt": bool(rng.random() < 0.5)}
+    return Strand(name, rows, step, *times, **more)
 
 
 def random_config(rng, num_kv_heads):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -82,29 +82,47 @@ class HopperBackend(PagedCache):
         attend_dense(launch, partial(_run, times=times))
         return times
 
+    def attend_with_pauses(self, launch: Attend) -> None:
+        """The same as ``attend``, bit for bit, by a kernel in which every warp sleeps now and then; for tests."""
+        attend_dense(launch, partial(_run, pauses=True))
 
-def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool, times: torch.Tensor | None = None) -> None:
+
+def _run(
+    launch: Attend,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    fixed: bool,
+    times: torch.Tensor | None = None,
+    pauses: bool = False,
+) -> None:
     spec, config, arrays = launch.spec, cast(HopperConfig, launch.config), launch.arrays
-    k_rows, v_rows = rows_of("kv: k", launch.k), rows_of("kv: v", launch.v)
+    k, v = _not_empty(launch.k), _not_empty(launch.v)
+    k_rows, v_rows = rows_of("kv: k", k), rows_of("kv: v", v)
     num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
     partials, counters = None, None
     if num_partial_rows:
         partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
         most = config.num_workers * len(config.strands)
         counters = merge_counters(q.device, WIDE_PARTS * (most if fixed else arrays[Header.NUM_MERGES]))
-    variant = _variant(launch, config, q)
+    variant = replace(_variant(launch, config, q), pauses=pauses)
     lse = launch.lse
     boxes = [_query_boxes(q, tile.rows // parts, variant) if tile and variant.query_boxes else None
              for tile, parts in ((config.wide, WIDE_PARTS), (config.narrow, 1))]  # fmt: skip
     _kernel()[(config.num_workers, 1, 1)](
         launch.plan, launch.page_table, contiguous(launch.kv_lens), q, *boxes,
-        _pool_boxes(launch.k, k_rows, variant), _pool_boxes(launch.v, v_rows, variant), out, lse,
+        _pool_boxes(k, k_rows, variant), _pool_boxes(v, v_rows, variant), out, lse,
         launch.plan if partials is None else partials, launch.plan if counters is None else counters,
         launch.packed_mask, contiguous(launch.sinks), contiguous(launch.alibi_slopes),
         launch_captures(launch), times, launch.sm_scale, num_partial_rows, *q.stride()[:2], *k_rows[3:], *v_rows[3:],
         *out.stride()[:2], *((0, 0) if lse is None else lse.stride()), variant, printed_change(spec),
         num_warps=4,
     )  # fmt: skip
+
+
+def _not_empty(pool: torch.Tensor) -> torch.Tensor:
+    """A pool, or memory in its place where it holds nothing: boxes must be of something, and none is read."""
+    return pool if pool.numel() else pool.new_empty(1, *pool.shape[1:])
 
 
 def _variant(launch: Attend, config: HopperConfig, q: torch.Tensor) -> Variant:

@@ -82,6 +82,7 @@ def _config(spec: AttentionSpec, num_workers: int, wide: Tile | None, narrow: Ti
                 compute_time=alone * wide.rows * wide.keys * row / FLOPS,
                 memory_time=alone * wide.keys * row / BYTES,
                 split_time=WIDE_SPLIT,
+                dealt=True,
             )
         )
     if narrow:

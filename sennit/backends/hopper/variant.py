@@ -38,6 +38,7 @@ class Variant(LayerVariant):
         box_rows: tokens that are copied at once, which divides pages and steps.
         query_boxes: tiles of packed rows are boxes of the queries, which can be copied at once too.
         ordinary_scale: ``sm_scale`` is such that products may be weighed before they are scaled.
+        pauses: warps sleep now and then; see ``kernels/pauses.py``.
     """
 
     wide: Tile | None
@@ -46,6 +47,7 @@ class Variant(LayerVariant):
     box_rows: int
     query_boxes: bool
     ordinary_scale: bool
+    pauses: bool = False
 
     @property
     def ordered(self) -> bool:

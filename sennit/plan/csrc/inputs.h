@@ -22,6 +22,7 @@ enum Combine { kSum, kMax, kTurns, kApart };
 struct Strand {
   int64_t tile_rows, key_step, row_step, heads, workers;
   double item_time, compute_time, memory_time, split_time, haste;
+  bool dealt;
 
   // Time of a key step in a tile of so many rows: arithmetic and loads overlap.
   double step_time(double rows) const {

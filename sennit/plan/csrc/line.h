@@ -19,7 +19,7 @@ struct Block {
   int64_t segment, row_start, num_rows;
   Keys keys;
   int64_t units, chunk, chunks, steps;  // of a band; of fixed chunks: this one's index, their count, its key steps
-  int64_t heads, bands;                 // of a band; of the block
+  int64_t head, heads, bands;           // the first; of a band; of the block
   double base_time, unit_time, band_time, split_time;
 };
 
@@ -54,11 +54,16 @@ class Line {
         if (strand[i] == s) add_tiles(segments, options, i, s);
     }
     strand_blocks[config.num_strands] = int(blocks.size());
-    unit_start.assign(1, 0), time_start.assign(1, 0);
-    for (const Block& block : blocks) {
-      unit_start.push_back(unit_start.back() + block.units * block.bands);
-      time_start.push_back(time_start.back() + block.band_time * double(block.bands));
-    }
+    measure();
+  }
+
+  // Single bands in place of the blocks of a strand.
+  void replace(int strand, const std::vector<Block>& bands) {
+    const auto first = blocks.begin() + strand_blocks[strand], last = blocks.begin() + strand_blocks[strand + 1];
+    const int more = int(bands.size()) - int(last - first);
+    blocks.insert(blocks.erase(first, last), bands.begin(), bands.end());
+    for (int s = strand + 1; s <= config.num_strands; ++s) strand_blocks[s] += more;
+    measure();
   }
 
   size_t size() const { return blocks.size(); }
@@ -107,6 +112,14 @@ class Line {
   }
 
  private:
+  void measure() {
+    unit_start.assign(1, 0), time_start.assign(1, 0);
+    for (const Block& block : blocks) {
+      unit_start.push_back(unit_start.back() + block.units * block.bands);
+      time_start.push_back(time_start.back() + block.band_time * double(block.bands));
+    }
+  }
+
   void add_tiles(const Segments& segments, const Options& options, int64_t segment, int strand) {
     const Strand& of = config.strands[strand];
     const int64_t rows = segments.q_len[segment] * options.group_size, most = of.tile_rows;

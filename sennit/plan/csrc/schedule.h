@@ -4,7 +4,7 @@
 #include <array>
 #include <vector>
 
-#include "line.h"
+#include "deal.h"
 
 namespace sennit {
 
@@ -102,8 +102,9 @@ inline void add_chunk_merges(Schedule& schedule, const Line& line, Units& first_
 
 inline Schedule make_schedule(const Segments& segments, const std::vector<int>& strand, const Config& config,
                               const Options& options) {
-  const Line line(segments, strand, config, options);
-  const std::vector<Units> cuts = balance(line);
+  Line line(segments, strand, config, options);
+  std::vector<Units> cuts = balance(line);
+  deal(line, cuts);
   Schedule schedule;
   Units bounds(1, 0), first_rows, first_merges;
   if (line.size()) bounds = item_bounds(line, cuts);
@@ -114,7 +115,7 @@ inline Schedule make_schedule(const Segments& segments, const std::vector<int>& 
     const int64_t start = bounds[i], length = bounds[i + 1] - start;
     while (line.unit_start[at + 1] <= start) ++at;
     const Block& block = line.blocks[at];
-    const int64_t head = (start - line.unit_start[at]) / block.units * block.heads,
+    const int64_t head = block.head + (start - line.unit_start[at]) / block.units * block.heads,
                   unit = (start - line.unit_start[at]) % block.units;
     Row item{};
     item[Item::kSegment] = int32_t(block.segment), item[Item::kRowStart] = int32_t(block.row_start);

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sennit.backends.gpus.kernels.plan import load_item, load_segment, worker_items
 from sennit.backends.hopper.kernels.names import as_shape, copy_box
+from sennit.backends.hopper.kernels.pauses import pause
 from sennit.backends.hopper.kernels.steps import plan_steps, step_at
 
 __all__ = ["load_strand"]
@@ -44,6 +45,7 @@ def load_step(
     boxes, page_rows, head_rows, head_columns = pool
     buffers, full, empty = ring
     at = number % tile.buffers
+    pause(variant)
     mbarrier.wait(empty.index(at), ((number // tile.buffers) & 1) ^ 1)
     mbarrier.expect(full.index(at), tile.keys * variant.columns * NUMBER_BYTES)
     for box in gl.static_range(tile.keys // variant.box_rows):
@@ -81,6 +83,7 @@ def load_strand(
                 if step == 0:
                     if variant.query_boxes:
                         for part in gl.static_range(parts):
+                            pause(variant)
                             mbarrier.wait(taken.index(part), (asked & 1) ^ 1)
                             load_queries(
                                 query_boxes, buffers.index(part), ready.index(part), part * rows, segment, item,

@@ -14,6 +14,7 @@ from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
 from sennit.backends.hopper.kernels.items import open_item, rows_of_head
 from sennit.backends.hopper.kernels.names import synchronize
 from sennit.backends.hopper.kernels.output import now, store_sums, store_times
+from sennit.backends.hopper.kernels.pauses import pause
 from sennit.backends.hopper.kernels.steps import step_at
 from sennit.backends.hopper.kernels.weights import weigh_step
 
@@ -78,6 +79,7 @@ def compute_narrow(
                 publish(weights, weight_buffers.index(0))
                 for later in range(1, num_steps):
                     at = number % tile.buffers
+                    pause(variant)
                     mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
                     products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
                     values_at = (number + 1) % tile.buffers
@@ -88,16 +90,19 @@ def compute_narrow(
                         weight_buffers.index((later - 1) % 2).permute((1, 0)), sums, is_async=True,
                     )  # fmt: skip
                     products = warpgroup_mma_wait(1, deps=(products,))
+                    pause(variant)
                     mbarrier.arrive(empty.index(at), count=1)
                     step = step_at(later, steps, tile.keys, variant)
                     weights, factor, largest, total = weigh_step(
                         products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
                     )
                     sums = warpgroup_mma_wait(0, deps=(sums,))
+                    pause(variant)
                     mbarrier.arrive(empty.index(values_at), count=1)
                     publish(weights, weight_buffers.index(later % 2))
                     sums = sums * factor[None, :]
                     number += 2
+                pause(variant)
                 mbarrier.arrive(taken.index(0), count=1)
                 at = number % tile.buffers
                 mbarrier.wait(full.index(at), (number // tile.buffers) & 1)

@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from sennit.backends.gpus.kernels.plan import load_merge, load_segment, packed_rows
 from sennit.backends.gpus.kernels.softmax import lse_and_factor, with_sinks
 from sennit.backends.hopper.kernels.names import synchronize
+from sennit.backends.hopper.kernels.pauses import pause
 from sennit.backends.hopper.variant import WIDE_PARTS as _WIDE_PARTS
 
 __all__ = ["now", "store_sums", "store_times"]
@@ -127,7 +128,9 @@ def store_sums(
         index = item[9] + kv_head - item[3]
         num_parts = load_merge(plan, index)[5]
         counter = outputs[3] + index * WIDE_PARTS + part
+        pause(variant)
         synchronize()  # all of these warps have stored, and the count publishes it
+        pause(variant)
         if gl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             rows: gl.constexpr = lanes.shape[0]
             merge_rows(plan, index, part * rows, gl.minimum((part + 1) * rows, num_rows), outputs, sinks, variant)

@@ -8,6 +8,7 @@ from sennit.backends.gpus.kernels.plan import worker_items
 from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
 from sennit.backends.hopper.kernels.items import open_item, rows_of_head
 from sennit.backends.hopper.kernels.output import now, store_sums, store_times
+from sennit.backends.hopper.kernels.pauses import pause
 from sennit.backends.hopper.kernels.steps import step_at
 from sennit.backends.hopper.kernels.weights import weigh_step
 
@@ -74,6 +75,7 @@ def compute_wide(
                 # No product may be under way where the loop begins anew: the compiler would wait for each instruction.
                 for later in range(1, num_steps):
                     at = number % tile.buffers
+                    pause(variant)
                     mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
                     products = warpgroup_mma(
                         query, buffers.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True
@@ -83,16 +85,19 @@ def compute_wide(
                     clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
                     sums = warpgroup_mma(weights, buffers.index(values_at), sums, is_async=True)
                     products = warpgroup_mma_wait(1, deps=(products,))
+                    pause(variant)
                     mbarrier.arrive(empty.index(at), count=1)
                     step = step_at(later, steps, tile.keys, variant)
                     next_weights, factor, largest, total = weigh_step(
                         products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
                     )
                     sums = warpgroup_mma_wait(0, deps=(sums,))
+                    pause(variant)
                     mbarrier.arrive(empty.index(values_at), count=1)
                     weights = gl.convert_layout(next_weights.to(query.dtype), weight_layout)
                     sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sum_layout))[:, None]
                     number += 2
+                pause(variant)
                 mbarrier.arrive(taken.index(part), count=1)
                 at = number % tile.buffers
                 mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
