@@ -17,7 +17,7 @@ from sennit.errors import InvalidInput, PlanMismatch, UnsupportedFeature
 from sennit.plan.batch import Batch
 from sennit.plan.buffers import PlanBuffers
 from sennit.plan.integers import INT32_MAX, host_integers
-from sennit.plan.plan import Plan, make_plan, plan_features, small_pages
+from sennit.plan.plan import Plan, make_plan, plan_features
 from sennit.plan.tree import Tree
 from sennit.pools import KVLayout, KVPages, check_distinct, nhd_views, split_pools
 from sennit.spec import FLOAT32_MAX, AttentionSpec
@@ -86,15 +86,14 @@ class BatchAttention:
         self.kv_layout: KVLayout = kv_layout
         self.device = resolve_device(device)
         self._tried = registry.candidates(backend, self.device)
-        self._features = frozenset({"small_pages"} if small_pages(page_size) else ())
-        registry.choose(self._tried, spec, self._features, self.device)
+        registry.choose(self._tried, spec, frozenset(), self.device)
         self._captures = spec.captures  # before Python 3.12, Dynamo cannot trace the first look at a cached property
         self._owner = f"{spec.key}/page{page_size}-{kv_layout}/{self.device}"
 
     @property
     def backends(self) -> list[tuple[str, bool, str]]:
         """``(name, accepted, reason)`` of every backend that plans may use, in order of preference."""
-        examined = [registry.examine(name, self.spec, self._features, self.device) for name in self._tried]
+        examined = [registry.examine(name, self.spec, frozenset(), self.device) for name in self._tried]
         return [(candidate.name, candidate.support.accepted, candidate.support.reason) for candidate in examined]
 
     def __repr__(self) -> str:
@@ -150,7 +149,7 @@ class BatchAttention:
             if isinstance(tensor, torch.Tensor):
                 self._check_device(name, tensor)
         page_size = self.page_size if batch.pages is not None else None
-        features = plan_features(batch, page_size, tree=tree, packed_mask=packed_mask, split_size=split_size, into=into)
+        features = plan_features(batch, tree=tree, packed_mask=packed_mask, split_size=split_size, into=into)
         owner = self._owner_of(page_size)
         if into is not None and page_size is None:
             raise InvalidInput("into", expected="None with packed keys: buffers hold page tables", got="buffers")
@@ -187,7 +186,7 @@ class BatchAttention:
         """
         if self.page_size is None:
             raise InvalidInput("page_size", expected="a page size, since buffers hold page tables", got=None)
-        backend = registry.choose(self._tried, self.spec, self._features | {"paged", "into"}, self.device)
+        backend = registry.choose(self._tried, self.spec, frozenset({"paged", "into"}), self.device)
         return PlanBuffers.allocate(
             owner=self._owner,
             backend=backend,
@@ -381,7 +380,7 @@ class BatchAttention:
         if not len(pair[0]):
             return
         ids_on_device = [torch.from_numpy(ids.astype("int64")).to(self.device) for ids in pair]
-        backend = registry.choose(self._tried, self.spec, self._features | {"paged"}, self.device)
+        backend = registry.choose(self._tried, self.spec, frozenset({"paged"}), self.device)
         for pool in pages.given:
             torch.ops.sennit.copy_pages(backend, pool, *ids_on_device)
 

@@ -70,9 +70,9 @@ class PlanBuffers:
     ) -> PlanBuffers:
         """Reserve room for every plan of at most these sizes.
 
-        A strand has at most one range of the line a tile (or a head of it, where these are dealt) and a worker; a cut adds
-        at most two partial items, of at most ``tile_rows`` rows each. Fixed splits may need more; a plan that does not
-        fit is refused.
+        A strand has at most one range of the line a tile, or a head of it where these are dealt, and a worker; a cut
+        adds at most two partial items, of at most ``tile_rows`` rows each. Fixed splits may need more; a plan that does
+        not fit is refused.
         """
         for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("max_pages", max_pages)):
             checked_integer(name, value, minimum=1)

@@ -20,9 +20,10 @@ def deal(line: Line, cuts: Int64Array) -> tuple[Line, Int64Array]:
     """Put the bands of strands that are ``dealt`` into the order of dealing, where that delays the step little or not.
 
     Cuts that balance a line perfectly begin every worker's share at another key. Where rows of one request are many
-    tiles, all of its keys are then read by all workers, at different times, and whatever else streams through a device's
-    cache has them read from memory each time. Bands that are dealt longest first, each to the worker that is free first,
-    begin together and have like lengths: their keys are read once for all of them. Nor are there parts to be merged.
+    tiles, all of its keys are then read by all workers, at different times, and whatever else streams through a
+    device's cache has them read from memory each time. Bands that are dealt longest first, each to the worker that is
+    free first, begin together and have like lengths: their keys are read once for all of them. Nor are there parts to
+    be merged.
 
     A strand stays as it is where dealing would make its fullest worker more than ``MOST_DELAY`` times as full, unless
     the other strand takes longer beside it.

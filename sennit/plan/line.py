@@ -26,10 +26,10 @@ MAX_PASSES = 6
 class Line:
     """All tiles of a step end to end, strand after strand, measured in units that are never cut.
 
-    A block is one tile of a segment, or one fixed chunk of its keys, for ``num_bands`` bands of KV heads, all of them
+    A block is one tile of a segment, or one fixed chunk of its keys, for ``num_bands`` bands of KV heads: all of them,
     unless bands are dealt (see :mod:`~sennit.plan.deal`). A band is as many heads as the strand takes together, and
-    ``band_units`` units long: its key steps, or one where chunks are fixed. A band takes its base time once and its unit time a unit; a band in two parts takes the base time twice, and the split time
-    for each part::
+    ``band_units`` units long: its key steps, or one where chunks are fixed. A band takes its base time once and its
+    unit time a unit; a band in two parts takes the base time twice, and the split time for each part::
 
         block 0                     block 1
         |band 0    |band 1    |...  |band 0  |band 1  |...
@@ -139,7 +139,7 @@ class Line:
     def single_bands(self, blocks: Int64Array, bands: Int64Array, first: int, last: int) -> Line:
         """The same line with single ``bands`` of ``blocks`` in place of the blocks ``first : last``."""
         taken = np.concatenate([np.arange(first), blocks, np.arange(last, len(self))])
-        columns = (c[taken] for c in (self.strand, self.segment, self.row_start, self.num_rows))
+        columns = self.strand[taken], self.segment[taken], self.row_start[taken], self.num_rows[taken]
         head_start, num_bands = self.head_start[taken], self.num_bands[taken]
         single = slice(first, first + len(blocks))
         head_start[single] += bands * self.band_heads[blocks]

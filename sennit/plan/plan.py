@@ -23,7 +23,7 @@ from sennit.plan.visible import largest_page
 from sennit.plan.work import Cutting, Work, Write, make_work, schedule_in_numpy
 from sennit.spec import AttentionSpec
 
-__all__ = ["Plan", "make_plan", "plan_features", "small_pages"]
+__all__ = ["Plan", "make_plan", "plan_features"]
 
 
 FIRST_STAMP = torch.zeros(1, dtype=torch.int32)  # of every plan that has its array to itself
@@ -99,14 +99,8 @@ class Plan:
         )
 
 
-def small_pages(page_size: int | None) -> bool:
-    """Whether pages are not a multiple of 8 tokens, which is what can be copied at once on a GPU."""
-    return page_size is not None and page_size % 8 != 0
-
-
 def plan_features(
     batch: Batch,
-    page_size: int | None,
     *,
     tree: object = None,
     packed_mask: object = None,
@@ -116,7 +110,6 @@ def plan_features(
     """What a backend must be able to do for a plan, beyond its spec."""
     present = {
         "paged": batch.pages is not None,
-        "small_pages": small_pages(page_size),
         "ragged": batch.pages is None,
         "kv_lens_device": batch.kv_lens_device is not None,
         "slot_mapping": batch.slot_mapping is not None,

@@ -1,7 +1,8 @@
 """The work of a plan: made by a compiled planner, or by NumPy, to the same words, where nothing can be compiled.
 
 ``csrc`` has a twin of each of the modules :mod:`~sennit.plan.cost`, :mod:`~sennit.plan.visible`,
-:mod:`~sennit.plan.line`, :mod:`~sennit.plan.deal` and :mod:`~sennit.plan.schedule`. Those say what plans mean, and are what is tested against.
+:mod:`~sennit.plan.line`, :mod:`~sennit.plan.deal` and :mod:`~sennit.plan.schedule`. Those say what plans mean, and are
+what is tested against.
 """
 
 from __future__ import annotations

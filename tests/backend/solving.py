@@ -11,11 +11,12 @@ import torch
 import sennit
 from sennit.check.compare import compare
 from sennit.check.problems import Problem
-from sennit.env import triton_interpreted
+from sennit.env import triton_interpreted, unfinished
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.float64)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 # What each backend must take. They are not asked, since what one wrongly refused would then not be tested. All the rest
 # they must refuse (test_attention.py).
@@ -24,12 +25,19 @@ RUNS_ON = {
     "reference": ("cpu", "cuda"),
     "reference-items": ("cpu", "cuda"),
     "triton": ("cpu",) if triton_interpreted() else ("cuda",),
+    **({"hopper": ("cuda",)} if HOPPER and unfinished() else {}),
 }
-COMPUTES = {"cpu": FLOATS, "reference": DTYPES, "reference-items": DTYPES, "triton": FLOATS}
+COMPUTES = {
+    "cpu": FLOATS,
+    "reference": DTYPES,
+    "reference-items": DTYPES,
+    "triton": FLOATS,
+    "hopper": (torch.bfloat16, torch.float16),
+}
 BACKENDS = list(RUNS_ON)
 
 
-def _params(*value: object, name: str = "", dtypes: Sequence[torch.dtype] = ()) -> Iterator[Any]:
+def _params(*value: object, name: str = "", dtypes: Sequence[torch.dtype] = (torch.float32,)) -> Iterator[Any]:
     """Parameters ``(backend, device, *value)`` for all backends that must take ``dtypes``."""
     for backend in BACKENDS:
         if set(dtypes) <= set(COMPUTES[backend]):
@@ -64,7 +72,15 @@ def each_backend_and_specs(specs: Mapping[str, Sequence[sennit.AttentionSpec]]) 
     return pytest.mark.parametrize(("backend", "device", "specs"), params)
 
 
+def must_take(backend: str, spec: sennit.AttentionSpec) -> bool:
+    """Whether a backend must take a layer of dtypes that it computes."""
+    largest = max(spec.head_dim_qk, spec.head_dim_vo)
+    return backend != "hopper" or (spec.dtype == spec.kv_dtype and not spec.latent and largest <= 256)
+
+
 def attention_for(problem: Problem, backend: str) -> sennit.BatchAttention:
+    if not must_take(backend, problem.spec):
+        pytest.skip(f"{backend} is not for {problem.spec}")
     return sennit.BatchAttention(
         problem.spec, page_size=problem.page_size, kv_layout=problem.kv_layout, device=problem.q.device, backend=backend
     )

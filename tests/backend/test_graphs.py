@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from solving import gqa
+from solving import RUNS_ON, gqa, must_take
 
 import sennit
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-BACKENDS = ["triton"]
+BACKENDS = [name for name in ("triton", "hopper") if name in RUNS_ON]
 SPEC = gqa(4, 64, dtype=torch.bfloat16)
 MLA = sennit.AttentionSpec.mla(num_qo_heads=16, kv_lora_rank=64, qk_rope_head_dim=16, dtype=torch.bfloat16)
 MAX_REQUESTS, MAX_TOKENS, MAX_PAGES, PAGE_SIZE = 128, 1500, 6000, 16
@@ -56,6 +56,8 @@ def captured(function):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", [SPEC, MLA], ids=["gqa", "mla"])
 def test_one_graph_serves_200_random_batches_bit_for_bit(spec, backend):
+    if not must_take(backend, spec):
+        pytest.skip(f"{backend} is not for {spec}")
     rng = np.random.default_rng(0)
     attn = sennit.BatchAttention(spec, page_size=PAGE_SIZE, device="cuda", backend=backend)
     buffers = attn.buffers(max_requests=MAX_REQUESTS, max_tokens=MAX_TOKENS, max_pages=MAX_PAGES)

@@ -17,7 +17,6 @@ from sennit.env import triton_interpreted  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(triton_interpreted(), reason="the interpreter compiles nothing")]
 SHARED_MEMORY = compiling.ARCHITECTURES["sm_90"].shared_memory
 LAYERS = {name: layer for name, layer in compiling.usual_layers().items() if takes(layer.spec).accepted}
-del LAYERS["bf16 128, pages of one token"]
 
 
 def launch(layer: compiling.Layer, config: Any) -> None:

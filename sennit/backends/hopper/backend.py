@@ -23,7 +23,7 @@ from sennit.backends.gpus.launching import (
 )
 from sennit.backends.gpus.variant import layer_facts
 from sennit.backends.hopper.configs import HopperConfig, columns_of, kernel_configs, takes
-from sennit.backends.hopper.pools import FEWEST_BOX_ROWS, Rows, box_rows, rows_of
+from sennit.backends.hopper.pools import Rows, box_rows, rows_aligned, rows_of
 from sennit.backends.hopper.variant import WIDE_PARTS, Variant
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
@@ -58,11 +58,7 @@ class HopperBackend(PagedCache):
         return Support.yes()
 
     def supports(self, spec: AttentionSpec, features: frozenset[str], device: torch.device) -> Support:
-        """See :func:`~sennit.backends.hopper.configs.takes`; and pages of a multiple of 8 tokens."""
-        if "small_pages" in features:
-            return Support.no(
-                f"pages are copied {FEWEST_BOX_ROWS} tokens at once, of which the page size is no multiple"
-            )
+        """See :func:`~sennit.backends.hopper.configs.takes`."""
         return takes(spec)
 
     def configs(self, spec: AttentionSpec, device: torch.device) -> Sequence[KernelConfig]:
@@ -98,23 +94,26 @@ def _run(
 ) -> None:
     spec, config, arrays = launch.spec, cast(HopperConfig, launch.config), launch.arrays
     k, v = _not_empty(launch.k), _not_empty(launch.v)
-    k_rows, v_rows = rows_of("kv: k", k), rows_of("kv: v", v)
     num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
     partials, counters = None, None
     if num_partial_rows:
         partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
         most = config.num_workers * len(config.strands)
         counters = merge_counters(q.device, WIDE_PARTS * (most if fixed else arrays[Header.NUM_MERGES]))
-    variant = replace(_variant(launch, config, q), pauses=pauses)
+    k_rows, v_rows = rows_of(k), rows_of(v)
+    variant = replace(_variant(launch, config, q), aligned=rows_aligned(k) and rows_aligned(v), pauses=pauses)
+    if variant.aligned and k_rows and v_rows:
+        variant = replace(variant, box_rows=box_rows(launch.page_size))
     lse = launch.lse
-    boxes = [_query_boxes(q, tile.rows // parts, variant) if tile and variant.query_boxes else None
+    (k_pool, k_strides), (v_pool, v_strides) = _pool(k, k_rows, variant), _pool(v, v_rows, variant)
+    query_boxes = [_query_boxes(q, tile.rows // parts, variant) if tile and variant.query_boxes else None
              for tile, parts in ((config.wide, WIDE_PARTS), (config.narrow, 1))]  # fmt: skip
     _kernel()[(config.num_workers, 1, 1)](
-        launch.plan, launch.page_table, contiguous(launch.kv_lens), q, *boxes,
-        _pool_boxes(k, k_rows, variant), _pool_boxes(v, v_rows, variant), out, lse,
+        launch.plan, launch.page_table, contiguous(launch.kv_lens), q, *query_boxes,
+        k_pool, v_pool, out, lse,
         launch.plan if partials is None else partials, launch.plan if counters is None else counters,
         launch.packed_mask, contiguous(launch.sinks), contiguous(launch.alibi_slopes),
-        launch_captures(launch), times, launch.sm_scale, num_partial_rows, *q.stride()[:2], *k_rows[3:], *v_rows[3:],
+        launch_captures(launch), times, launch.sm_scale, num_partial_rows, *q.stride()[:2], *k_strides, *v_strides,
         *out.stride()[:2], *((0, 0) if lse is None else lse.stride()), variant, printed_change(spec),
         num_warps=4,
     )  # fmt: skip
@@ -132,8 +131,7 @@ def _variant(launch: Attend, config: HopperConfig, q: torch.Tensor) -> Variant:
         **layer_facts(launch),
         wide=config.wide,
         narrow=config.narrow,
-        columns=columns_of(spec.head_dim_qk),
-        box_rows=box_rows(launch.page_size),
+        columns=columns_of(spec),
         query_boxes=aligned and group_size & (group_size - 1) == 0,
         ordinary_scale=0 < launch.sm_scale < LARGEST_SCALE,
     )
@@ -149,12 +147,16 @@ def _query_boxes(q: torch.Tensor, rows: int, variant: Variant) -> Any:
     return TensorDescriptor(q, list(q.shape), list(q.stride()), box, NVMMASharedLayout(128, 16, 3))
 
 
-def _pool_boxes(pool: torch.Tensor, rows: Rows, variant: Variant) -> Any:
+def _pool(pool: torch.Tensor, rows: Rows | None, variant: Variant) -> tuple[Any, tuple[int, ...]]:
+    """A pool and its strides, as the kernel takes them."""
+    if rows is None or not variant.boxes:
+        return pool, (0,) * (4 - pool.dim()) + pool.stride()[:-1]
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    box = [variant.box_rows, variant.columns]
-    return TensorDescriptor(pool, [rows.num_rows, rows.width], [rows.stride, 1], box, NVMMASharedLayout(128, 16, 2))
+    layout = NVMMASharedLayout(128, 16, 2)
+    shape, strides = [rows.num_rows, rows.width], [rows.stride, 1]
+    return TensorDescriptor(pool, shape, strides, [variant.box_rows, variant.columns], layout), rows[3:]
 
 
 @cache

@@ -14,8 +14,9 @@ from sennit.spec import AttentionSpec
 __all__ = ["HopperConfig", "columns_of", "kernel_configs", "takes"]
 
 DTYPES = (torch.bfloat16, torch.float16)
-COLUMNS = (64, 128)
+COLUMNS = (64, 128, 256)
 NARROW_ROWS = (8, 16, 32)
+NUMBER_BYTES = 2
 
 # Microseconds on one SM of an H200.
 BYTES = 36e3  # of scattered pages that are read in one
@@ -38,40 +39,45 @@ def takes(spec: AttentionSpec) -> Support:
         return Support.no("latent keys (MLA) are Triton's")
     if spec.dtype not in DTYPES or spec.kv_dtype != spec.dtype:
         return Support.no(f"it multiplies bfloat16 or float16, not {spec.dtype} by {spec.kv_dtype}")
-    if columns_of(spec.head_dim_qk) != columns_of(spec.head_dim_vo):
-        return Support.no(f"head dims {spec.head_dim_qk} and {spec.head_dim_vo} need tiles of different widths")
-    if columns_of(spec.head_dim_qk) > COLUMNS[-1]:
-        return Support.no(f"head dim {spec.head_dim_qk} is over {COLUMNS[-1]}")
-    if spec.head_dim_qk % 8 or spec.head_dim_vo % 8:
-        return Support.no(f"head dims {spec.head_dim_qk} and {spec.head_dim_vo} are not multiples of 8")
+    if columns_of(spec) > COLUMNS[-1]:
+        return Support.no(f"head dims {spec.head_dim_qk} and {spec.head_dim_vo} are over {COLUMNS[-1]}")
     return Support.yes()
 
 
-def columns_of(dim: int) -> int:
-    """Columns of the tiles that hold ``dim``."""
+def columns_of(spec: AttentionSpec) -> int:
+    """Columns of the tiles that hold queries, keys and values."""
+    dim = max(spec.head_dim_qk, spec.head_dim_vo)
     return max(1 << (dim - 1).bit_length(), COLUMNS[0])
 
 
 def kernel_configs(spec: AttentionSpec, num_workers: int) -> tuple[HopperConfig, ...]:
-    """Both strands on every SM, for narrow tiles of 8, 16 or 32 rows; then each strand alone."""
-    columns = columns_of(spec.head_dim_qk)
-    wide, wide_alone = (
-        Tile(128, 128, buffers * 128 // columns, registers) for buffers, registers in ((3, 200), (4, 240))
-    )
+    """Both strands on every SM, for narrow tiles of 8, 16 or 32 rows; then each strand alone.
+
+    The sums of 256 columns leave no registers for a second strand.
+    """
+    columns = columns_of(spec)
+    keys = 128 if columns <= 128 else 64
     configs = []
+    if columns <= 128:
+        wide = Tile(128, keys, _buffers(96, keys, columns), 200)
+        for rows in NARROW_ROWS:
+            configs.append(_config(spec, num_workers, wide, Tile(rows, 64, _buffers(80, 64, columns), 72)))
+    configs.append(_config(spec, num_workers, Tile(128, keys, _buffers(128, keys, columns), 240), None))
     for rows in NARROW_ROWS:
-        narrow = Tile(rows, 64, 5 * 128 // columns, 72)
-        configs.append(_config(spec, num_workers, wide, narrow))
-    configs.append(_config(spec, num_workers, wide_alone, None))
-    for rows in NARROW_ROWS:
-        configs.append(_config(spec, num_workers, None, Tile(rows, 64, 10 * 128 // columns, 168)))
+        configs.append(_config(spec, num_workers, None, Tile(rows, 64, _buffers(160, 64, columns), 168)))
     return tuple(configs)
+
+
+def _buffers(size: int, keys: int, columns: int) -> int:
+    """Steps of keys that so many KiB hold."""
+    return size * 1024 // (keys * columns * NUMBER_BYTES)
 
 
 def _config(spec: AttentionSpec, num_workers: int, wide: Tile | None, narrow: Tile | None) -> HopperConfig:
     strands = []
     alone = 1.0 if wide and narrow else 0.98
-    row = 2 * (spec.head_dim_qk + spec.head_dim_vo)  # operations a key and query row, and bytes a key
+    row = 4 * columns_of(spec)  # operations a key and query row
+    key = NUMBER_BYTES * (spec.head_dim_qk + spec.head_dim_vo)  # bytes
     if wide:
         strands.append(
             Strand(
@@ -80,7 +86,7 @@ def _config(spec: AttentionSpec, num_workers: int, wide: Tile | None, narrow: Ti
                 wide.keys,
                 item_time=WIDE_ITEM,
                 compute_time=alone * wide.rows * wide.keys * row / FLOPS,
-                memory_time=alone * wide.keys * row / BYTES,
+                memory_time=alone * wide.keys * key / BYTES,
                 split_time=WIDE_SPLIT,
                 dealt=True,
             )
@@ -94,7 +100,7 @@ def _config(spec: AttentionSpec, num_workers: int, wide: Tile | None, narrow: Ti
                 narrow.keys,
                 item_time=NARROW_ITEM,
                 compute_time=alone * 32 * narrow.keys * row / NARROW_FLOPS,
-                memory_time=alone * narrow.keys * row / BYTES,
+                memory_time=alone * narrow.keys * key / BYTES,
                 split_time=NARROW_SPLIT + partial_rows * spec.head_dim_vo * 8 / BYTES,
             )
         )

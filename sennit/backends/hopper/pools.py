@@ -1,4 +1,4 @@
-"""Pools of keys and values as rows of one matrix, boxes of which are copied at once."""
+"""How pools of keys and values are copied: as boxes of a matrix of rows, or row by row."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 
 from sennit.backends.gpus.launching import ALIGNED
-from sennit.errors import InvalidInput
 
-__all__ = ["Rows", "box_rows", "rows_of"]
+__all__ = ["Rows", "box_rows", "rows_aligned", "rows_of"]
 
 MOST_BOX_ROWS = 64
 PACKED_BOX_ROWS = 16  # whose last ones are cleared where nobody owns them
@@ -36,22 +35,19 @@ class Rows(NamedTuple):
 
 
 def box_rows(page_size: int | None) -> int:
-    """Tokens that can be copied at once; under 8 there are none.
+    """Tokens that can be copied at once; 1 where they are too few for the copy engine.
 
-    >>> [box_rows(size) for size in (16, 48, 256, 8, 12)]
-    [16, 16, 64, 8, 4]
+    >>> [box_rows(size) for size in (16, 48, 256, 8, 12, 1)]
+    [16, 16, 64, 8, 1, 1]
     """
     if page_size is None:
         return PACKED_BOX_ROWS
-    return min(page_size & -page_size, MOST_BOX_ROWS)
+    rows = min(page_size & -page_size, MOST_BOX_ROWS)
+    return rows if rows >= FEWEST_BOX_ROWS else 1
 
 
-def rows_of(name: str, pool: torch.Tensor) -> Rows:
-    """An NHD view of a pool, or packed keys, as rows.
-
-    Raises:
-        InvalidInput: its strides are such that no matrix of rows holds it.
-    """
+def rows_of(pool: torch.Tensor) -> Rows | None:
+    """An NHD view of a pool, or packed keys, as rows; None where no matrix of rows has its strides."""
     *pages, slots, heads, dim = pool.shape
     *page_stride, stride, head_stride, _ = pool.stride()
     if heads == 1:
@@ -59,14 +55,15 @@ def rows_of(name: str, pool: torch.Tensor) -> Rows:
     page_rows, off = divmod(page_stride[0], stride) if pages and pages[0] > 1 else (slots, 0)
     inside = head_stride < stride
     head_rows, head_columns = (0, head_stride) if inside else (head_stride // stride, head_stride % stride)
-    size = pool.element_size()
-    aligned = all(number * size % ALIGNED == 0 for number in (stride, head_columns)) and pool.data_ptr() % ALIGNED == 0
-    if off or (head_rows and head_columns) or not aligned:
-        raise InvalidInput(
-            name,
-            expected="pages and heads a whole number of token strides apart, and rows at multiples of 16 bytes",
-            got=f"strides {pool.stride()}",
-            hint='a contiguous pool, or BatchAttention(backend="triton")',
-        )
+    if off or (head_rows and head_columns):
+        return None
     count = ((pages[0] - 1) * page_rows if pages else 0) + slots + (heads - 1) * head_rows
     return Rows(count, (heads - 1) * head_columns + dim, stride, page_rows, head_rows, head_columns)
+
+
+def rows_aligned(pool: torch.Tensor) -> bool:
+    """Whether every token and head begins at a multiple of 16 bytes, which can be copied at once."""
+    size = pool.element_size()
+    strides = [stride for stride, length in zip(pool.stride()[:-1], pool.shape, strict=False) if length > 1]
+    bytes_wide = pool.shape[-1] * size
+    return all(number % ALIGNED == 0 for number in (pool.data_ptr(), bytes_wide, *(n * size for n in strides)))

@@ -27,6 +27,14 @@ class Tile:
     buffers: int
     registers: int
 
+    @property
+    def ahead(self) -> int:
+        """Loads by rows that are under way, and unknown to anybody, when the next one begins.
+
+        Who frees a buffer may wait for the load after it; and who frees queries, for all loads but the last two.
+        """
+        return min(2, self.buffers - 2)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant(LayerVariant):
@@ -35,7 +43,8 @@ class Variant(LayerVariant):
     Attributes:
         wide, narrow: tiles of the strands; None: there is no such strand.
         columns: of queries, keys and values in shared memory.
-        box_rows: tokens that are copied at once, which divides pages and steps.
+        box_rows: tokens that the copy engine takes at once, which divides pages and steps; 1: warps copy each token.
+        aligned: keys and values of every token begin at multiples of 16 bytes.
         query_boxes: tiles of packed rows are boxes of the queries, which can be copied at once too.
         ordinary_scale: ``sm_scale`` is such that products may be weighed before they are scaled.
         pauses: warps sleep now and then; see ``kernels/pauses.py``.
@@ -44,10 +53,23 @@ class Variant(LayerVariant):
     wide: Tile | None
     narrow: Tile | None
     columns: int
-    box_rows: int
+    box_rows: int = 1
+    aligned: bool = True
     query_boxes: bool
     ordinary_scale: bool
     pauses: bool = False
+
+    @property
+    def boxes(self) -> bool:
+        """Whether the copy engine brings keys and values."""
+        return self.box_rows > 1
+
+    @property
+    def loader_warps(self) -> int:
+        """Warps that load a strand: one tells the copy engine, several copy themselves; registers are given to four."""
+        if self.boxes:
+            return 1
+        return 2 if self.wide and self.narrow else 4
 
     @property
     def ordered(self) -> bool:

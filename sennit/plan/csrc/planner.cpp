@@ -1,4 +1,5 @@
-// The planner compiled: the same plans as plan/cost.py, line.py, deal.py and schedule.py make, word for word, in less time.
+// The planner compiled: the same plans as plan/cost.py, line.py, deal.py and schedule.py make, word for word, in less
+// time.
 #include <tvm/ffi/c_api.h>
 
 #include <cstring>
@@ -17,8 +18,8 @@ Config read_config(const double* words) {
   Config config{int64_t(words[0]), Combine(int(words[1])), int(words[2]), {}};
   for (int s = 0; s < config.num_strands; ++s) {
     const double* of = words + 3 + kStrandWords * s;
-    config.strands[s] = {int64_t(of[0]), int64_t(of[1]), int64_t(of[2]), int64_t(of[3]), int64_t(of[4]),
-                         of[5],          of[6],          of[7],          of[8],          of[9], of[10] != 0};
+    config.strands[s] = {int64_t(of[0]), int64_t(of[1]), int64_t(of[2]), int64_t(of[3]), int64_t(of[4]), of[5],
+                         of[6],          of[7],          of[8],          of[9],          of[10] != 0};
   }
   return config;
 }

@@ -10,7 +10,7 @@ from sennit.backends.hopper.kernels.wide import compute_wide
 
 __all__ = ["attend_kernel"]
 
-LOADER_REGISTERS = gl.constexpr(40)
+LOADING = gl.constexpr(40)  # registers of a thread that loads
 
 
 @gluon.jit
@@ -50,7 +50,7 @@ def attend_kernel(
     kv_lens,  # int32 [requests], or None
     q,
     wide_boxes, narrow_boxes,  # descriptors of queries, [rows, heads, columns], with boxes of each strand
-    k_boxes, v_boxes,  # descriptors of the pools as rows
+    k_pool, v_pool,  # descriptors of the pools as rows, or the pools
     out,
     lse,  # float32, or None
     partials,  # float32 [num_partial_rows * (dim_vo + 1)]: outputs, then LSEs
@@ -63,8 +63,8 @@ def attend_kernel(
     sm_scale: gl.float32,
     num_partial_rows,
     q_row, q_head,  # strides, in elements
-    k_page_rows, k_head_rows, k_head_columns,  # a page in rows of the pool, a head in rows and in columns
-    v_page_rows, v_head_rows, v_head_columns,
+    k_page, k_slot, k_head,  # of rows: a page in rows, a head in rows and in columns; of pools: strides of their axes
+    v_page, v_slot, v_head,
     out_row, out_head,
     lse_row, lse_head,
     variant: gl.constexpr,
@@ -76,10 +76,11 @@ def attend_kernel(
     inputs = kv_lens, packed_mask, sinks, alibi_slopes, captures, sm_scale
     outputs = (out, out_row, out_head), (lse, lse_row, lse_head), (partials, partial_lse), counters, times
     query = q, q_row, q_head
-    keys = k_boxes, k_page_rows, k_head_rows, k_head_columns
-    values = v_boxes, v_page_rows, v_head_rows, v_head_columns
+    keys = k_pool, k_page, k_slot, k_head
+    values = v_pool, v_page, v_slot, v_head
     wide: gl.constexpr = variant.wide
     narrow: gl.constexpr = variant.narrow
+    loaders: gl.constexpr = variant.loader_warps
     if narrow is not None:
         narrow_queries, narrow_ring = make_shared(element, narrow, 1, variant.columns)
         weights = gl.allocate_shared_memory(element, [2, narrow.rows, narrow.keys], gl.NVMMASharedLayout(128, 16, 2))
@@ -93,7 +94,7 @@ def attend_kernel(
                 plan, page_table, kv_lens, wide_boxes, keys, values,
                 wide_queries, wide_ring, 0, wide, 2, variant,
             )),
-        ], [4, 1], [wide.registers, LOADER_REGISTERS])  # fmt: skip
+        ], [4, loaders], [wide.registers, LOADING])  # fmt: skip
     elif wide is None:
         gl.warp_specialize([
             (compute_narrow, (plan, query, inputs, outputs, narrow_queries, narrow_ring, weights, variant, change)),
@@ -101,7 +102,7 @@ def attend_kernel(
                 plan, page_table, kv_lens, narrow_boxes, keys, values,
                 narrow_queries, narrow_ring, 0, narrow, 1, variant,
             )),
-        ], [1], [LOADER_REGISTERS])  # fmt: skip
+        ], [loaders], [LOADING])  # fmt: skip
     else:
         gl.warp_specialize([
             (compute_wide, (plan, query, inputs, outputs, wide_queries, wide_ring, 0, variant, change)),
@@ -115,4 +116,4 @@ def attend_kernel(
                 plan, page_table, kv_lens, narrow_boxes, keys, values,
                 narrow_queries, narrow_ring, 1, narrow, 1, variant,
             )),
-        ], [4, 4, 1, 1], [wide.registers, narrow.registers, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+        ], [4, 4, loaders, loaders], [wide.registers, narrow.registers, LOADING, LOADING])  # fmt: skip

@@ -7,16 +7,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sennit.backends.gpus.kernels.plan import packed_rows
 from sennit.backends.hopper.kernels.names import as_shape, synchronize
 
-__all__ = ["clear_values", "get_queries"]
+__all__ = ["clear_values", "get_queries", "row_major"]
 
 SWIZZLED = gl.constexpr(64)  # columns of 16 bits, 128 bytes
 
 
 @gluon.constexpr_function
-def row_major(columns):
+def row_major(columns, warps=4):
     """16 bytes a thread."""
     lanes = min(columns // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -51,7 +51,7 @@ def clear_values(buffers, at, first, exact_len, box_rows: gl.constexpr):
     keys: gl.constexpr = buffers.shape[1]
     halves: gl.constexpr = buffers.shape[2] // SWIZZLED
     left = exact_len - first
-    if (left > 0) & (left < keys) & (left % box_rows != 0):
+    if box_rows > 1 and (left > 0) & (left < keys) & (left % box_rows != 0):
         # Columns lie in halves, one behind the other, and boxes in each of them.
         layout: gl.constexpr = row_major(SWIZZLED)
         boxes: gl.constexpr = keys // box_rows

@@ -84,7 +84,8 @@ def compute_narrow(
                     products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
                     values_at = (number + 1) % tile.buffers
                     mbarrier.wait(full.index(values_at), ((number + 1) // tile.buffers) & 1)
-                    clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
+                    if variant.num_sink_tokens > 0:  # else only the last step can reach past the last key
+                        clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
                     sums = warpgroup_mma(
                         buffers.index(values_at).permute((1, 0)),
                         weight_buffers.index((later - 1) % 2).permute((1, 0)), sums, is_async=True,

@@ -82,7 +82,8 @@ def compute_wide(
                     )
                     values_at = (number + 1) % tile.buffers
                     mbarrier.wait(full.index(values_at), ((number + 1) // tile.buffers) & 1)
-                    clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
+                    if variant.num_sink_tokens > 0:  # else only the last step can reach past the last key
+                        clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
                     sums = warpgroup_mma(weights, buffers.index(values_at), sums, is_async=True)
                     products = warpgroup_mma_wait(1, deps=(products,))
                     pause(variant)
