@@ -86,6 +86,18 @@ def test_rows_without_any_key_in_memory_are_zeros(storage):
 
 
 @hopper
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_what_one_head_holds_is_not_seen_by_another(layout):
+    problem = problem_of(gqa(2, 96, dtype=BF16), *MIXED, kv_layout=layout)
+    expected = solve(problem, "hopper")
+    heads = 2 if layout == "NHD" else 1
+    for pool in problem.kv:
+        pool.select(heads, 1).fill_(torch.inf)
+    for got, wanted in zip(solve(problem, "hopper"), expected, strict=True):
+        assert torch.equal(got[:, :2], wanted[:, :2])
+
+
+@hopper
 @pytest.mark.parametrize("causal", [False, [True, False, False, True, False, True, False]], ids=str)
 def test_windows_reach_ahead_without_causality(causal):
     spec = gqa(4, 64, dtype=BF16).replace(window_left=20, window_right=7, num_sink_tokens=5)
@@ -187,14 +199,16 @@ def test_what_is_refused_has_a_reason(spec, reason):
 
 def test_pools_are_matrices_of_rows():
     nhd = torch.zeros(5, 16, 8, 128, dtype=BF16)
-    assert rows_of(nhd) == Rows(80, 1024, 1024, 16, 0, 128)
+    assert rows_of(nhd, 128) == Rows(80, 1024, 1024, 16, 0, 128)
     hnd = torch.zeros(5, 8, 16, 128, dtype=BF16).transpose(1, 2)
-    assert rows_of(hnd) == Rows(640, 128, 128, 128, 16, 0)
+    assert rows_of(hnd, 128) == Rows(640, 128, 128, 128, 16, 0)
     pair = torch.zeros(5, 2, 16, 8, 128, dtype=BF16)
-    assert rows_of(pair[:, 1]) == Rows(144, 1024, 1024, 32, 0, 128)
-    assert rows_of(torch.zeros(100, 8, 64, dtype=BF16)) == Rows(100, 512, 512, 100, 0, 64)
-    assert rows_of(torch.zeros(5, 16, 9, 128, dtype=BF16)[:, :, 1:]) == Rows(80, 1024, 1152, 16, 0, 128)
-    assert rows_of(torch.zeros(5, 16 * 1024 + 8, dtype=BF16)[:, : 16 * 1024].view(5, 16, 8, 128)) is None
+    assert rows_of(pair[:, 1], 128) == Rows(144, 1024, 1024, 32, 0, 128)
+    assert rows_of(torch.zeros(100, 8, 64, dtype=BF16), 64) == Rows(100, 512, 512, 100, 0, 64)
+    assert rows_of(torch.zeros(5, 16, 9, 128, dtype=BF16)[:, :, 1:], 128) == Rows(80, 1024, 1152, 16, 0, 128)
+    assert rows_of(torch.zeros(5, 16 * 1024 + 8, dtype=BF16)[:, : 16 * 1024].view(5, 16, 8, 128), 128) is None
+    assert rows_of(nhd, 256) is None
+    assert rows_of(hnd, 256) == rows_of(hnd, 128)
 
 
 def test_what_is_copied_at_once_begins_at_multiples_of_16_bytes():

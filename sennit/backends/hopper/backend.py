@@ -100,7 +100,8 @@ def _run(
         partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
         most = config.num_workers * len(config.strands)
         counters = merge_counters(q.device, WIDE_PARTS * (most if fixed else arrays[Header.NUM_MERGES]))
-    k_rows, v_rows = rows_of(k), rows_of(v)
+    columns = columns_of(spec)
+    k_rows, v_rows = rows_of(k, columns), rows_of(v, columns)
     variant = replace(_variant(launch, config, q), aligned=rows_aligned(k) and rows_aligned(v), pauses=pauses)
     if variant.aligned and k_rows and v_rows:
         variant = replace(variant, box_rows=box_rows(launch.page_size))

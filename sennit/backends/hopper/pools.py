@@ -46,8 +46,12 @@ def box_rows(page_size: int | None) -> int:
     return rows if rows >= FEWEST_BOX_ROWS else 1
 
 
-def rows_of(pool: torch.Tensor) -> Rows | None:
-    """An NHD view of a pool, or packed keys, as rows; None where no matrix of rows has its strides."""
+def rows_of(pool: torch.Tensor, columns: int) -> Rows | None:
+    """An NHD view of a pool, or packed keys, as rows of which boxes of so many columns can be copied.
+
+    None where no matrix of rows has its strides, or where boxes would reach into the next head, which may hold
+    infinities: a query of zero does not cancel them.
+    """
     *pages, slots, heads, dim = pool.shape
     *page_stride, stride, head_stride, _ = pool.stride()
     if heads == 1:
@@ -55,7 +59,7 @@ def rows_of(pool: torch.Tensor) -> Rows | None:
     page_rows, off = divmod(page_stride[0], stride) if pages and pages[0] > 1 else (slots, 0)
     inside = head_stride < stride
     head_rows, head_columns = (0, head_stride) if inside else (head_stride // stride, head_stride % stride)
-    if off or (head_rows and head_columns):
+    if off or (head_rows and head_columns) or (head_columns and dim < columns):
         return None
     count = ((pages[0] - 1) * page_rows if pages else 0) + slots + (heads - 1) * head_rows
     return Rows(count, (heads - 1) * head_columns + dim, stride, page_rows, head_rows, head_columns)
