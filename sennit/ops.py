@@ -6,20 +6,22 @@ everything that changes from step to step is in tensors, so nothing recompiles.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 
 from sennit import env
 from sennit.backends import registry
-from sennit.backends.base import Append, Attend
-from sennit.errors import InvalidInput, PlanMismatch, StalePlan
+from sennit.backends.base import Append, Attend, MeasuresItems
+from sennit.errors import InvalidInput, PlanMismatch, StalePlan, UnsupportedFeature
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header, PlanArrays
 from sennit.spec import AttentionSpec
 
-__all__ = ["Operator", "register", "registered"]
+__all__ = ["Operator", "measuring_items", "register", "registered"]
 
 _LIBRARY = torch.library.Library("sennit", "DEF")
 
@@ -56,6 +58,33 @@ def register(key: str, operator: Operator) -> None:
 def registered(key: str) -> bool:
     """Whether ``key`` is known in this process."""
     return key in _OPERATORS
+
+
+_item_times: ContextVar[list[torch.Tensor] | None] = ContextVar("item_times", default=None)
+
+
+@contextmanager
+def measuring_items() -> Iterator[list[torch.Tensor]]:
+    """Attention in here is computed by kernels that tell when each work item began and ended.
+
+    The list is given an int64 ``[items, 2]`` tensor a launch, nanoseconds of a clock that begins anywhere.
+
+    Raises:
+        UnsupportedFeature: at a launch, where the backend cannot tell.
+    """
+    found: list[torch.Tensor] = []
+    token = _item_times.set(found)
+    try:
+        yield found
+    finally:
+        _item_times.reset(token)
+
+
+def _measured(name: str, launch: Attend) -> torch.Tensor:
+    backend = registry.load(name)
+    if not isinstance(backend, MeasuresItems):
+        raise UnsupportedFeature("measuring items", f"backend {name!r} cannot tell when its work items run")
+    return backend.measure(launch)
 
 
 def _attend(
@@ -117,8 +146,12 @@ def _attend(
         alibi_slopes=alibi_slopes,
         captures=captured,
     )
+    found = _item_times.get()
     with _no_autocast(q.device):
-        registry.load(operator.backend).attend(launch)
+        if found is None:
+            registry.load(operator.backend).attend(launch)
+        else:
+            found.append(_measured(operator.backend, launch))
 
 
 def _append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -12,7 +12,7 @@ from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import PlanArrays
 from sennit.spec import AttentionSpec
 
-__all__ = ["Append", "Attend", "Backend", "Support"]
+__all__ = ["Append", "Attend", "Backend", "MeasuresItems", "Support"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,18 @@ class Append(NamedTuple):
     v: torch.Tensor | None  # [rows, num_kv_heads, head_dim_vo]; None where the spec is latent
     k_pages: torch.Tensor  # [pages, page_size, num_kv_heads, head_dim_qk]
     v_pages: torch.Tensor | None  # the same with head_dim_vo; None where the spec is latent
+
+
+@runtime_checkable
+class MeasuresItems(Protocol):
+    """What a backend is too if it can tell when its work items ran."""
+
+    def measure(self, launch: Attend) -> torch.Tensor:
+        """Like ``attend``, and when each item began and ended: int64 ``[items, 2]``, nanoseconds of one clock.
+
+        The clock begins anywhere. A kernel of its own does it: ``attend`` pays nothing for that it exists.
+        """
+        ...
 
 
 class Backend(Protocol):

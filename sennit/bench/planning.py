@@ -25,8 +25,10 @@ __all__ = [
     "PlanningTime",
     "check_coverage",
     "imbalance",
+    "item_counts",
     "item_strands",
     "measure",
+    "strand_times",
 ]
 
 PAGE_SIZE = 16
@@ -148,6 +150,27 @@ def item_strands(plan: Plan) -> npt.NDArray[np.int64]:
     """Strand of every work item, int64 ``[items]``."""
     bounds = _arrays(plan).worker_indptr
     return np.arange(len(bounds)).repeat(bounds[:, -1] - bounds[:, 0])
+
+
+def item_counts(plan: Plan) -> npt.NDArray[np.float64]:
+    """What every item costs, as counts of its strand's times, float64 ``[3, items]``.
+
+    Heads, each of which takes an item time; key steps of all heads, in steps of full tiles; partial results of heads.
+    """
+    items, strand = _arrays(plan).items.T, item_strands(plan)
+    key_step = plan.config.key_steps[strand]
+    steps = -(-(items[Item.HOLE_START] - items[Item.KEY_START]) // key_step)
+    steps = np.maximum(steps - (items[Item.HOLE_END] - items[Item.KEY_END]) // key_step, 1)
+    full = plan.config.step_times(strand, plan.config.tile_rows[strand])
+    heads = items[Item.NUM_HEADS]
+    weight = plan.config.step_times(strand, items[Item.NUM_ROWS]) / full
+    return np.stack([heads, heads * steps * weight, heads * (items[Item.PARTIAL_ROW] >= 0)])
+
+
+def strand_times(config: KernelConfig) -> npt.NDArray[np.float64]:
+    """A configuration's times of what :func:`item_counts` counts, microseconds, float64 ``[strands, 3]``."""
+    strands = np.arange(len(config.strands))
+    return np.stack([config.item_times, config.step_times(strands, config.tile_rows), config.split_times], axis=1)
 
 
 def check_coverage(plan: Plan) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sennit.bench.planning import imbalance, item_strands
-from sennit.plan.cost import FloatArray
+from sennit.bench.items import ItemTimes, fitted_times
+from sennit.bench.planning import imbalance, item_counts, item_strands, strand_times
 from sennit.plan.plan import Plan
 from sennit.plan.schedule import Item, Merge
 
-__all__ = ["describe"]
+__all__ = ["describe", "describe_measured"]
 
 
 def describe(plan: Plan, *, causal: bool) -> dict[str, Any]:
@@ -58,13 +58,35 @@ def describe(plan: Plan, *, causal: bool) -> dict[str, Any]:
     }
 
 
+def describe_measured(times: ItemTimes) -> dict[str, Any]:
+    """What :func:`describe` predicts, as it was measured, and the times of items that fit it."""
+    config = times.plan.config
+    names = "item and head", "key step", "partial result"
+    strands = zip(config.strands, strand_times(config).tolist(), fitted_times([times]), strict=True)
+    return {
+        "makespan_us": times.makespan,
+        "loads_us": dict(zip((strand.name for strand in config.strands), times.loads.tolist(), strict=True)),
+        "strands": [
+            {
+                "name": strand.name,
+                "planned_us": dict(zip(names, planned, strict=True)),
+                "measured_us": dict(zip(names, fitted, strict=True)),
+            }
+            for strand, planned, fitted in strands
+        ],
+        "start_us": times.start.tolist(),
+        "end_us": times.end.tolist(),
+    }
+
+
 def _groups(plan: Plan) -> list[dict[str, Any]]:
     """Equal neighbours among the segments, counted together."""
     segments, count = plan.segments, len(plan.segments)
     items, of_item = plan.schedule.items, item_strands(plan)
     strand = np.full(count, -1)
     strand[items[Item.SEGMENT]] = of_item
-    times = np.bincount(items[Item.SEGMENT], _item_times(plan, of_item), minlength=count)
+    item_times = (strand_times(plan.config)[of_item].T * item_counts(plan)).sum(axis=0)
+    times = np.bincount(items[Item.SEGMENT], item_times, minlength=count)
     partial = items[Item.NUM_HEADS] * (items[Item.PARTIAL_ROW] >= 0)
     splits = np.bincount(items[Item.SEGMENT], partial, minlength=count)
     items_of = np.bincount(items[Item.SEGMENT], minlength=count)
@@ -94,14 +116,3 @@ def _keys(items: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     hole = items[Item.HOLE_END] - items[Item.HOLE_START]
     keys: npt.NDArray[np.int64] = (items[Item.KEY_END] - items[Item.KEY_START] - hole).astype(np.int64)
     return keys
-
-
-def _item_times(plan: Plan, strand: npt.NDArray[np.int64]) -> FloatArray:
-    """Predicted microseconds of every item, ``[items]``."""
-    items, strands = plan.schedule.items, plan.config.strands
-    key_step, item_time, split_time = np.array([[s.key_step, s.item_time, s.split_time] for s in strands]).T[:, strand]
-    steps = np.ceil((items[Item.HOLE_START] - items[Item.KEY_START]) / key_step)
-    steps = np.maximum(steps + np.ceil((items[Item.KEY_END] - items[Item.HOLE_END]) / key_step), 1)
-    steps *= plan.config.step_times(strand, items[Item.NUM_ROWS])
-    times: FloatArray = items[Item.NUM_HEADS] * (item_time + steps + split_time * (items[Item.PARTIAL_ROW] >= 0))
-    return times

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from sennit.bench.items import ItemTimes
     from sennit.cli.bars import WorkerBars
     from sennit.plan.cost import KernelConfig
     from sennit.plan.plan import Plan
@@ -63,13 +64,19 @@ def plan(
         str | None,
         typer.Option(metavar="NAME", help="Use this backend's configurations instead of the example of an H200."),
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run it too, and show the measured loads; needs --backend.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how a batch is cut into work items and placed on workers. Nothing is computed, and no GPU is needed.
 
     Example: sennit plan "2048@2048 + 128*1@2048" --heads 32/8 --window-left 1023
+
+    With --measure the backend runs the batch and tells when each item began and ended:
+    sennit plan "300@900 + 20*1@700" --backend reference-items --measure
     """
-    from sennit.cli.description import describe
+    from sennit.cli.description import describe, describe_measured
     from sennit.plan.batch import Batch
 
     spec = _spec(heads, head_dim).replace(window_left=window_left, num_sink_tokens=sink_tokens)
@@ -77,6 +84,9 @@ def plan(
     configs = _example(workers, combine) if backend is None else _offered(backend, spec, workers, combine)
     made = _make(parsed, spec, configs, backend or "example", page_size, causal, split_size)
     described = describe(made, causal=causal)
+    if measure:
+        given = {"--split-size": split_size, "--no-causal": None if causal else True}
+        described["measured"] = describe_measured(_measured(batch, spec, backend, page_size, given))
     if as_json:
         print_json(described)
     else:
@@ -161,6 +171,25 @@ def _make(
     )
 
 
+def _measured(batch: str, spec: AttentionSpec, backend: str | None, page_size: int, given: dict[str, Any]) -> ItemTimes:
+    import torch
+
+    from sennit.backends import registry
+    from sennit.bench.items import measure_items
+    from sennit.device import resolve_device
+    from sennit.errors import InvalidInput
+
+    if backend is None:
+        raise InvalidInput("--measure", expected="--backend beside it: the example is of no machine", got="none")
+    for option, value in given.items():
+        if value is not None:
+            raise InvalidInput(option, expected="nothing beside --measure", got=value)
+    device = resolve_device(None)
+    if not registry.examine(backend, spec, frozenset({"paged"}), device).support.accepted:
+        device = torch.device("cpu")
+    return measure_items(batch, spec, backend=backend, device=device, page_size=page_size)
+
+
 def _print(described: dict[str, Any]) -> None:
     stdout = console()
     stdout.print(described["batch"], style="bold")
@@ -168,19 +197,36 @@ def _print(described: dict[str, Any]) -> None:
     if described["segments"]:
         stdout.print()
         stdout.print(_segments(described["segments"]))
-    for title, bars in _bars(described):
+    for title, bars in _bars(described, described["loads_us"]):
         stdout.print()
         stdout.print(f"Load of each {title}, of {described['makespan_us']:.1f} us", style="bold")
         stdout.print(bars)
+    if "measured" in described:
+        _print_measured(described, described["measured"])
 
 
-def _bars(described: dict[str, Any]) -> Iterator[tuple[str, WorkerBars]]:
+def _print_measured(described: dict[str, Any], measured: dict[str, Any]) -> None:
+    stdout = console()
+    for title, bars in _bars(described, measured["loads_us"]):
+        stdout.print()
+        stdout.print(f"Measured, each {title} busy with items, of {measured['makespan_us']:.1f} us", style="bold")
+        stdout.print(bars)
+    made = table("Times of items, microseconds", "strand", "of", ">planned", ">measured")
+    for strand in measured["strands"]:
+        for name, planned in strand["planned_us"].items():
+            found = strand["measured_us"][name]
+            made.add_row(strand["name"], name, f"{planned:.3f}", "cannot be told" if found is None else f"{found:.3f}")
+    stdout.print()
+    stdout.print(made)
+
+
+def _bars(described: dict[str, Any], loads_us: dict[str, list[float]]) -> Iterator[tuple[str, WorkerBars]]:
     """Bars with both strands of each worker; or, where strands have workers of their own, bars of each strand's."""
     import numpy as np
 
     from sennit.cli.bars import WorkerBars
 
-    loads = {name: np.array(times) for name, times in described["loads_us"].items() if any(times)}
+    loads = {name: np.array(times) for name, times in loads_us.items() if any(times)}
     idle = np.zeros(described["workers"])
     if described["combine"] in ("sum", "max"):
         if loads:

@@ -106,6 +106,45 @@ def test_a_backend_that_cannot_run_here_is_an_error_with_its_reason(sennit, add_
     assert "needs a GPU [red]of another kind" in result.stderr
 
 
+MEASURED = "90@300 + 12*1@200", "--heads", "4/2", "--backend", "reference-items", "--measure"
+
+
+def test_measured_items_follow_each_other_and_fill_their_workers(sennit):
+    found = described(sennit, *MEASURED)
+    measured = found["measured"]
+    start, end = np.array(measured["start_us"]), np.array(measured["end_us"])
+    assert len(start) == found["items"]
+    assert start.min() == 0.0
+    assert (end > start).all()
+    loads = np.array([measured["loads_us"][name] for name in ("wide", "narrow")])
+    assert loads.sum() == pytest.approx((end - start).sum())
+    assert ((loads > 0) == (np.array(list(found["loads_us"].values())) > 0)).all()
+    assert measured["makespan_us"] == end.max()
+
+
+def test_measured_loads_are_drawn_beside_the_predicted_ones(sennit):
+    result = sennit("plan", *MEASURED)
+    assert result.exit_code == 0
+    assert "Load of each worker" in result.stdout
+    assert "Measured, each worker busy" in result.stdout
+    assert "key step" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([], "--backend beside it"),
+        (["--backend", "reference"], "reference-items has"),
+        (["--backend", "reference-items", "--split-size", "32"], "nothing beside --measure"),
+        (["--backend", "reference-items", "--no-causal"], "nothing beside --measure"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(sennit, options, text):
+    result = sennit("plan", "9@40", "--measure", *options)
+    assert result.exit_code != 0
+    assert text in result.stderr
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 @pytest.mark.parametrize("combine", ["sum", "max"])
 def test_every_worker_has_a_bar_and_no_line_is_too_long(sennit, width, combine):

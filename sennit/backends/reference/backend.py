@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from time import perf_counter_ns
 
 import torch
 
@@ -13,6 +14,7 @@ from sennit.backends.merging import merge_states
 from sennit.backends.reference.keys import Segment, new_slots, read_keys, read_segment
 from sennit.backends.reference.logits import Block, block_logits
 from sennit.backends.reference.softmax import add_sinks, attend_block
+from sennit.errors import UnsupportedFeature
 from sennit.plan.cost import KernelConfig, Strand
 from sennit.spec import AttentionSpec
 
@@ -54,6 +56,14 @@ class ReferenceBackend:
         else:
             for index in range(len(launch.arrays.segments)):
                 _attend_segment(launch, read_segment(launch, index))
+
+    def measure(self, launch: Attend) -> torch.Tensor:
+        """See :class:`~sennit.backends.base.MeasuresItems`; items run one after the other, whose worker they are."""
+        if not self.by_items:
+            raise UnsupportedFeature("measuring items", f"backend {self.name!r} has none; reference-items has")
+        times = torch.zeros(len(launch.arrays.items), 2, dtype=torch.int64)
+        _attend_items(launch, times)
+        return times
 
     def append(self, launch: Append) -> None:
         """See :class:`~sennit.backends.base.Backend`."""
@@ -100,7 +110,7 @@ def _attend_segment(launch: Attend, segment: Segment) -> None:
         _write(launch, block, *attend_block(block_logits(launch, block, q, k), v))
 
 
-def _attend_items(launch: Attend) -> None:
+def _attend_items(launch: Attend, times: torch.Tensor | None = None) -> None:
     """Every worker's items in order, then the merges: what a kernel does with a plan."""
     spec, dtype = launch.spec, _compute_dtype(launch.spec.dtype, launch.q.device)
     partial_rows = launch.arrays.merges.shape[0] and _partial_rows(launch)
@@ -108,8 +118,13 @@ def _attend_items(launch: Attend) -> None:
     partial_lse = torch.full((partial_rows,), torch.nan, dtype=dtype, device=launch.q.device)
     for bounds in launch.arrays.worker_indptr.tolist():
         for first, last in pairwise(bounds):
-            for item in launch.arrays.items[first:last].tolist():
+            for number, item in enumerate(launch.arrays.items[first:last].tolist(), first):
+                start = perf_counter_ns()
                 _run_item(launch, item, partial_out, partial_lse, dtype)
+                if times is not None:
+                    if launch.q.device.type == "cuda":
+                        torch.cuda.synchronize(launch.q.device)
+                    times[number, 0], times[number, 1] = start, perf_counter_ns()
     for index, row_start, num_rows, head, first_row, num_parts, stride, *_ in launch.arrays.merges.tolist():
         parts = (first_row + torch.arange(num_parts)[:, None] * stride + torch.arange(num_rows)).to(launch.q.device)
         block = _block(launch, read_segment(launch, index), row_start, num_rows, head, parts.new_empty(0))
