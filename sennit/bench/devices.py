@@ -23,7 +23,7 @@ class DeviceKind:
     """A kind of device.
 
     Attributes:
-        workloads: what is measured unless something else is asked for.
+        workloads: what has a name.
         kv_layout: of pages, as :class:`sennit.KVCache` has it there.
         repeat: samples of everything.
         apart: whether to measure in a process of its own, since what fails on the device ends the process with it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,6 +21,7 @@ __all__ = ["CPU_WORKLOADS", "GPU_WORKLOADS", "Workload", "choose_workloads", "ma
 
 HEADS = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 HALF = {"num_qo_heads": 16, "num_kv_heads": 4, "head_dim": 128}
+MOST_CACHE_BYTES = 48 << 30  # of a mix in the sweep
 MLA = {"num_qo_heads": 128, "num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512, "latent": True}
 
 
@@ -34,6 +35,7 @@ class Workload:
         heads: heads and dimensions of the layer, as :class:`sennit.AttentionSpec` takes them.
         masks: further fields of the spec.
         score: a user's score function, with what it closes over.
+        usual: whether it is measured when nothing is asked for.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Workload:
     heads: Mapping[str, Any] = field(default_factory=lambda: HEADS)
     masks: Mapping[str, Any] = field(default_factory=dict)
     score: Functions | None = None
+    usual: bool = True
 
     @property
     def lengths(self) -> tuple[list[int], list[int]]:
@@ -77,6 +80,21 @@ CPU_WORKLOADS = (
     Workload("score-mod", "2048@2048", score=_distance_bias(32)),
 )
 
+
+def _sweep() -> Iterator[Workload]:
+    """Sixty mixes of a chunk and decodes of one context: lengths and counts that every kind of layer meets evenly."""
+    chunks, batches = (512, 1024, 2048, 4096), (16, 64, 128, 256)
+    for qo_heads, kv_heads in ((32, 8), (16, 4), (32, 32), (64, 4)):
+        heads = {"num_qo_heads": qo_heads, "num_kv_heads": kv_heads, "head_dim": 128}
+        for i, context in enumerate((4096, 8192, 12288, 16384, 20480)):
+            for j in range(3):
+                chunk, batch = chunks[(i + j) % 4], batches[(2 * i + j) % 4]
+                if batch * context * kv_heads * 512 > MOST_CACHE_BYTES:
+                    batch = max(b for b in batches if b * context * kv_heads * 512 <= MOST_CACHE_BYTES)
+                name = f"sweep-{qo_heads}x{kv_heads}-{chunk}-{context}-{batch}"
+                yield Workload(name, f"{chunk}@{context} + {batch}*1@{context}", heads=heads, usual=False)
+
+
 GPU_WORKLOADS = (
     Workload("decode-8k", "64*1@8192"),
     Workload("decode-2k", "128*1@2048"),
@@ -97,11 +115,12 @@ GPU_WORKLOADS = (
     Workload("mla-8k", "64*1@8192", heads=MLA),
     Workload("mla-4k-16", "128*1@4096", heads=MLA | {"num_qo_heads": 16}),
     Workload("mla-4k", "16*1@4096", heads=MLA),
+    *_sweep(),
 )
 
 
 def choose_workloads(wanted: Sequence[str], named: Sequence[Workload] = CPU_WORKLOADS) -> list[Workload]:
-    """Workloads by name, by a pattern of names, or by a batch of the caller's own; all of ``named`` for none.
+    """Workloads by name, by a pattern of names, or by a batch of the caller's own; the usual ones for none.
 
     Raises:
         InvalidInput: a text is neither, or a batch has no visible key.
@@ -109,11 +128,11 @@ def choose_workloads(wanted: Sequence[str], named: Sequence[Workload] = CPU_WORK
     >>> [workload.name for workload in choose_workloads(["decode-*", "3*1@100"])]
     ['decode-8k', 'decode-2k', '3*1@100']
     """
-    chosen: dict[str, Workload] = {}
-    for text in wanted or ["*"]:
+    chosen = {} if wanted else {workload.name: workload for workload in named if workload.usual}
+    for text in wanted:
         found = [_own(text)] if "@" in text else [w for w in named if fnmatchcase(w.name, text)]
         if not found:
-            names = ", ".join(workload.name for workload in named)
+            names = ", ".join(dict.fromkeys(w.name if w.usual else "sweep-*" for w in named))
             raise InvalidInput("workload", expected=f"one of {names}, or a batch such as 8*1@8192", got=repr(text))
         chosen |= {workload.name: workload for workload in found}
     return list(chosen.values())

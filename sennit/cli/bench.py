@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sennit.cli import bench_attention, bench_generate, bench_step
-from sennit.cli.output import command_group, console, gauge, print_json, progress_between, table
+from sennit.cli.output import (
+    check_files,
+    command_group,
+    console,
+    gauge,
+    print_json,
+    progress_between,
+    table,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,6 +51,9 @@ def plan(
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Plans to time for each batch.")] = 400,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the JSON to a file too.", show_default=False)
+    ] = None,
 ) -> None:
     """Time the planner on the host: medians, for 32 query and 8 KV heads and 132 workers.
 
@@ -50,11 +63,24 @@ def plan(
     """
     from dataclasses import asdict
 
+    from sennit.bench.host import Observer, describe_host
+    from sennit.plan.work import planner
+
+    check_files({"--out": out})
+    observer = Observer()
     results = _measure(list(batches or ()), repeat)
+    record = describe_host() | {
+        "planner": "compiled" if planner() else "NumPy",
+        "repeat": repeat,
+        "activity": asdict(activity := observer.activity()),
+        "batches": [asdict(result) for result in results],
+    }
+    if out is not None:
+        write_json(record, out)
     if as_json:
-        print_json([asdict(result) for result in results])
-        return
-    _print(results)
+        print_json(record)
+    else:
+        _print(results, activity.warning)
 
 
 def _measure(batches: list[str], repeat: int) -> list[PlanningTime]:
@@ -73,7 +99,7 @@ def _measure(batches: list[str], repeat: int) -> list[PlanningTime]:
     return results
 
 
-def _print(results: list[PlanningTime]) -> None:
+def _print(results: list[PlanningTime], warning: str) -> None:
     from rich.text import Text
 
     stdout = console()
@@ -97,3 +123,5 @@ def _print(results: list[PlanningTime]) -> None:
     stdout.print()
     for note in NOTES:
         stdout.print(note, style="dim")
+    if warning:
+        stdout.print(warning, style="yellow")

@@ -43,7 +43,7 @@ def attention(
         typer.Argument(
             metavar="WORKLOAD",
             help="Names, patterns such as 'decode-*', or batches of your own such as '8*1@8192'.",
-            show_default="all that have a name",
+            show_default="all below but the sweep",
         ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:1.")] = "cpu",
@@ -91,7 +91,8 @@ def attention(
     Workloads of a CPU: decode-8k, decode-2k, prefill-1k, prefill-4k, mixed, skewed, mla, window, score-mod.
 
     Workloads of a GPU: decode-8k, decode-2k, decode-1k, skewed, speculative, prefill-8k, prefill-2k, chunk, mixed-512,
-    mixed-2k, mixed-4k, mixed-16k, pod-c0, pod-c1, pod-c2, mla-8k, mla-4k-16, mla-4k.
+    mixed-2k, mixed-4k, mixed-16k, pod-c0, pod-c1, pod-c2, mla-8k, mla-4k-16, mla-4k; and sweep-*: sixty mixes of a
+    chunk of a prefill with decodes, as in sweep-32x8-512-4096-16.
 
     Example: sennit bench attention decode-8k "512@4096 + 30*1@4096" --peers --out attention.json
     """

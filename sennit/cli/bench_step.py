@@ -12,6 +12,7 @@ from sennit.cli.output import check_files, console, print_json, progress_between
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sennit.bench.host import Activity
     from sennit.bench.stepping import StepTimes
 
 __all__ = ["step"]
@@ -47,36 +48,43 @@ def step(
     """
     from rich.progress import BarColumn, TextColumn
 
+    from sennit.bench.host import Observer
     from sennit.bench.stepping import WORKLOADS, measure
     from sennit.device import resolve_device
 
     place = resolve_device(device)
     check_files({"--out": out})
-    chosen, found = batches or WORKLOADS, []
+    chosen, found, observer = batches or WORKLOADS, [], Observer()
     with progress_between(TextColumn("steps of {task.description}", markup=False), BarColumn()) as bar:
         task = bar.add_task("", total=len(chosen))
         for text in chosen:
             bar.update(task, description=text, refresh=True)
             found.append(measure(text, device=place, backend=backend, repeat=repeat))
             bar.update(task, advance=1)
-    record = _record(found, str(place), repeat)
+    activity = observer.activity()
+    record = _record(found, str(place), repeat, activity)
     if out is not None:
         write_json(record, out)
     if as_json:
         print_json(record)
     else:
-        _print(found, record)
+        _print(found, record, activity.warning)
 
 
-def _record(found: Sequence[StepTimes], device: str, repeat: int) -> dict[str, Any]:
+def _record(found: Sequence[StepTimes], device: str, repeat: int, activity: Activity) -> dict[str, Any]:
     from dataclasses import asdict
 
     from sennit.bench.host import describe_host
 
-    return describe_host() | {"device": device, "repeat": repeat, "batches": [asdict(each) for each in found]}
+    return describe_host() | {
+        "device": device,
+        "repeat": repeat,
+        "activity": asdict(activity),
+        "batches": [asdict(each) for each in found],
+    }
 
 
-def _print(found: Sequence[StepTimes], record: dict[str, Any]) -> None:
+def _print(found: Sequence[StepTimes], record: dict[str, Any], warning: str) -> None:
     from sennit.bench.timing import format_time
 
     stdout = console()
@@ -92,3 +100,5 @@ def _print(found: Sequence[StepTimes], record: dict[str, Any]) -> None:
     stdout.print()
     for note in NOTES:
         stdout.print(note, style="dim")
+    if warning:
+        stdout.print(warning, style="yellow")

@@ -1,4 +1,4 @@
-"""``sennit kernels``: compiles the Triton backend's kernels for GPUs that need not be here, and measures them."""
+"""``sennit kernels``: compiles kernels for GPUs that need not be here, and prints what they take."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sennit.cli.output import console, print_json, table, working
+from sennit.cli.output import console, print_json, progress_between, table
 
 if TYPE_CHECKING:
-    from sennit.backends.triton.compiling import Outcome
+    from sennit.bench.compiling import Outcome
 
 __all__ = ["kernels"]
 
 
 def kernels(
     architecture: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--arch",
             metavar="NAMES",
             help="Architectures to compile for, with commas between: sm_80, sm_86, sm_89, sm_90.",
+            show_default="sm_80,sm_90; sm_90 for hopper",
         ),
-    ] = "sm_80,sm_90",
+    ] = None,
+    backend: Annotated[str, typer.Option(metavar="NAME", help="Whose kernels: triton or hopper.")] = "triton",
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Compile only for layers with matching names, such as 'bf16 128*'.")
     ] = "*",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compile the Triton backend's kernels, with no GPU, and print their registers, spills and shared memory.
+    """Compile the kernels of a GPU backend, with no GPU, and print their registers, spills and shared memory.
 
     The layers are those of well-known models, and one for each feature that changes kernels. What is there already, in
     Triton's own cache, is not compiled again.
@@ -39,9 +41,15 @@ def kernels(
 
     Example: sennit kernels --arch sm_90 --only 'bf16 MLA*'
     """
-    from sennit.backends.triton.compiling import ARCHITECTURES, compile_layers, usual_layers
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+
+    from sennit.bench.compiling import ARCHITECTURES, BACKENDS, compile_layers, usual_layers
     from sennit.errors import InvalidInput
 
+    if backend not in BACKENDS:
+        raise InvalidInput("--backend", expected=" or ".join(BACKENDS), got=repr(backend))
+    if architecture is None:
+        architecture = "sm_90" if backend == "hopper" else "sm_80,sm_90"
     chosen = {name: layer for name, layer in usual_layers().items() if fnmatchcase(name, only)}
     if not chosen:
         raise InvalidInput(
@@ -51,8 +59,13 @@ def kernels(
     for name in names:
         if name not in ARCHITECTURES:
             raise InvalidInput("--arch", expected="some of " + ", ".join(ARCHITECTURES), got=repr(name))
-    with working("compiling", shown=not as_json):
-        outcomes = compile_layers(chosen, names)
+    with progress_between(TextColumn("compiling"), BarColumn(), MofNCompleteColumn()) as bar:
+        task = bar.add_task("", total=None)
+
+        def told(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, refresh=True)
+
+        outcomes = compile_layers(chosen, names, backend, told)
     limits = {name: ARCHITECTURES[name].shared_memory for name in names}
     if as_json:
         print_json({"shared_memory": limits, "outcomes": [asdict(outcome) for outcome in outcomes]})

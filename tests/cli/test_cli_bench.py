@@ -129,8 +129,13 @@ def test_the_table_has_every_workload_and_says_which_figures_are_from_elsewhere(
     assert max(map(len, result.stdout.splitlines())) <= width
 
 
-def test_json_has_one_object_a_batch(sennit):
-    result = sennit("bench", "plan", "3@9", "128*1@8192", "--repeat", "2", "--json")
-    first, second = json.loads(result.stdout)
+def test_json_and_the_file_have_one_object_a_batch(sennit, tmp_path):
+    path = tmp_path / "planning.json"
+    result = sennit("bench", "plan", "3@9", "128*1@8192", "--repeat", "2", "--json", "--out", str(path))
+    record = json.loads(result.stdout)
+    assert record == json.loads(path.read_text())
+    assert record["planner"] in ("compiled", "NumPy")
+    assert {"cpu", "processors"} <= set(record["hardware"])
+    first, second = record["batches"]
     assert (first["batch"], first["repeat"], first["flashinfer"]) == ("3@9", 2, None)
     assert (second["batch"], second["flashinfer"]) == ("128*1@8192", 157.0)

@@ -11,7 +11,7 @@ import torch
 triton = pytest.importorskip("triton")
 from sennit.backends.hopper.backend import HopperBackend  # noqa: E402
 from sennit.backends.hopper.configs import kernel_configs, takes  # noqa: E402
-from sennit.backends.triton import compiling  # noqa: E402
+from sennit.bench import compiling  # noqa: E402
 from sennit.env import triton_interpreted  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(triton_interpreted(), reason="the interpreter compiles nothing")]

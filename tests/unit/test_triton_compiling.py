@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 import sennit
 from sennit import variants
-from sennit.backends.triton import compiling, costs
-from sennit.backends.triton.compiling import ARCHITECTURES, CompiledKernel, Layer, Outcome, compile_layers
+from sennit.backends.triton import costs
+from sennit.bench import compiling
+from sennit.bench.compiling import ARCHITECTURES, CompiledKernel, Layer, Outcome, compile_layers
 from sennit.cli import app
 from sennit.errors import BackendUnavailable, InvalidInput
 
@@ -93,7 +94,7 @@ def test_what_cannot_be_compiled_for_is_refused(monkeypatch):
 def test_the_command_prints_what_was_found_and_fails_where_it_does_not_fit(monkeypatch):
     kernel = CompiledKernel("attend_kernel", 8, 240, 16, 0, 170 * 1024, "key")
     found = [Outcome("bf16 128", name, "128x64-132", (kernel,)) for name in ("sm_80", "sm_90")]
-    monkeypatch.setattr(compiling, "compile_layers", lambda layers, names, **_: found[-len(names) :])
+    monkeypatch.setattr(compiling, "compile_layers", lambda layers, names, *_: found[-len(names) :])
 
     def run(*arguments):
         return CliRunner().invoke(app, ["kernels", *arguments], env={"COLUMNS": "160", "NO_COLOR": "1"})

@@ -1,4 +1,4 @@
-"""Compiles what the backend launches for GPUs that need not be here, and reads what it takes of their registers."""
+"""Compiles what GPU backends launch for GPUs that need not be here, and reads off what it takes of their registers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -19,8 +21,11 @@ from sennit import variants
 from sennit.backends.base import Append, Attend
 from sennit.backends.gpus import caching
 from sennit.backends.gpus.launching import installed
+from sennit.backends.hopper import configs as hopper
+from sennit.backends.hopper.backend import HopperBackend
+from sennit.backends.triton import costs as triton_costs
 from sennit.backends.triton.backend import TritonBackend
-from sennit.backends.triton.costs import Device, TritonConfig, kernel_configs
+from sennit.backends.triton.costs import Device
 from sennit.env import triton_interpreted
 from sennit.errors import BackendUnavailable, BuildFailed, InvalidInput
 from sennit.jit.files import hash_bytes
@@ -33,7 +38,9 @@ from sennit.plan.tensors import PlanArrays
 from sennit.plan.tree import Tree
 from sennit.spec import AttentionSpec
 
-__all__ = ["ARCHITECTURES", "CompiledKernel", "Layer", "Outcome", "attend_of", "compile_layers", "usual_layers"]
+__all__ = [
+    "ARCHITECTURES", "BACKENDS", "CompiledKernel", "Layer", "Outcome", "attend_of", "compile_layers", "usual_layers",
+]  # fmt: skip
 
 KIB = 1024
 ARCHITECTURES = {
@@ -42,7 +49,9 @@ ARCHITECTURES = {
     "sm_89": Device(multiprocessors=142, shared_memory=99 * KIB, hopper=False),  # L40, RTX 4090
     "sm_90": Device(multiprocessors=132, shared_memory=227 * KIB, hopper=True),  # H100, H200
 }
+BACKENDS = ("triton", "hopper")
 CPU = torch.device("cpu")
+LOOK = 0.2  # seconds between looks at what has been compiled
 # What is planned: a chunk of a prefill, a verification, and a decode long enough to be split.
 QUERY_LENGTHS, KEY_LENGTHS = (256, 4, 1), (4096, 1000, 65536)
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
@@ -121,12 +130,13 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A layer to compile in one configuration."""
+    """A layer to compile in one configuration of a backend."""
 
     name: str
     layer: Layer
     architecture: str
-    config: TritonConfig
+    backend: str
+    config: KernelConfig
 
 
 def usual_layers() -> dict[str, Layer]:
@@ -160,17 +170,24 @@ def usual_layers() -> dict[str, Layer]:
     }  # fmt: skip
 
 
-def compile_layers(layers: Mapping[str, Layer], architectures: Iterable[str]) -> list[Outcome]:
-    """Compile all kernels of layers, as the backend configures them.
+def compile_layers(
+    layers: Mapping[str, Layer],
+    architectures: Iterable[str],
+    backend: str = "triton",
+    told: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Outcome]:
+    """Compile all kernels of layers, as a backend configures them.
 
     On all processors that this process may use, in processes of their own: its own Triton is left alone.
 
     Args:
         layers: by name.
         architectures: names among :data:`ARCHITECTURES`.
+        backend: one of :data:`BACKENDS`; layers that it does not take are left out.
+        told: called with how many configurations are done, and of how many.
 
     Raises:
-        InvalidInput: an architecture is not known.
+        InvalidInput: an architecture is not known, or not the backend's.
         BackendUnavailable: there is no Triton, or its interpreter is asked for, which compiles nothing.
         BuildFailed: a compiling process ended early, by a lack of memory for example.
     """
@@ -183,10 +200,38 @@ def compile_layers(layers: Mapping[str, Layer], architectures: Iterable[str]) ->
         if architecture not in ARCHITECTURES:
             raise InvalidInput("architecture", expected="one of " + ", ".join(ARCHITECTURES), got=architecture)
         for name, layer in layers.items():
-            configs = kernel_configs(layer.spec, ARCHITECTURES[architecture])
-            jobs += [Job(name, layer, architecture, config) for config in configs]
-    with tempfile.TemporaryDirectory() as folder, Workers() as workers:
+            configs = _configs(backend, layer.spec, architecture)
+            jobs += [Job(name, layer, architecture, backend, config) for config in configs]
+    with tempfile.TemporaryDirectory() as folder, Workers() as workers, _watched(Path(folder), len(jobs), told):
         return _distinct(_shared_out(jobs, workers, Path(folder)))
+
+
+def _configs(backend: str, spec: AttentionSpec, architecture: str) -> Sequence[KernelConfig]:
+    device = ARCHITECTURES[architecture]
+    if backend == "triton":
+        return triton_costs.kernel_configs(spec, device)
+    if not device.hopper:
+        raise InvalidInput("architecture", expected="sm_90, for which the hopper backend is", got=architecture)
+    return hopper.kernel_configs(spec, device.multiprocessors) if hopper.takes(spec).accepted else ()
+
+
+@contextmanager
+def _watched(folder: Path, total: int, told: Callable[[int, int], None]) -> Iterator[None]:
+    """Tell now and then of how many jobs its processes have written into a folder that they are done."""
+    over = Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK):
+            told(sum(file.stat().st_size for file in folder.glob("*.done")), total)
+
+    told(0, total)
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _shared_out(jobs: Sequence[Job], workers: Workers, folder: Path) -> list[Outcome]:
@@ -207,8 +252,12 @@ def _shared_out(jobs: Sequence[Job], workers: Workers, folder: Path) -> list[Out
 
 def serve(file: str) -> None:
     """What a compiling process does: read jobs from a file, and write their outcomes into it."""
-    path = Path(file)
-    path.write_bytes(pickle.dumps([_compile(job) for job in pickle.loads(path.read_bytes())]))
+    path, outcomes = Path(file), []
+    for job in pickle.loads(path.read_bytes()):
+        outcomes.append(_compile(job))
+        with path.with_suffix(".done").open("a") as done:
+            done.write(".")
+    path.write_bytes(pickle.dumps(outcomes))
 
 
 def _distinct(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -231,7 +280,7 @@ def _compile(job: Job) -> Outcome:
     caching.forget()  # another architecture's
     made = partial(Outcome, job.name, job.architecture, job.config.name)
     try:
-        _launch(job.layer, job.config)
+        _launch(job.backend, job.layer, job.config)
     except Exception as error:  # whatever a compiler raises is a finding
         return made(tuple(recorder.kernels), f"{type(error).__name__}: {error}")
     return made(tuple(recorder.kernels))
@@ -320,9 +369,13 @@ def spills_in_loops(program: str) -> int:
     return sum(bool(SPILL.search(line)) for loop in innermost for line in lines[slice(*loop)])
 
 
-def _launch(layer: Layer, config: TritonConfig) -> None:
-    """All that the backend launches for a layer, over a batch that needs every kernel."""
-    backend, launch = TritonBackend(), attend_of(layer, config)
+def _launch(name: str, layer: Layer, config: KernelConfig) -> None:
+    """All that a backend launches for a layer, over a batch that needs every kernel; caches have one set of kernels."""
+    launch = attend_of(layer, config)
+    if name == "hopper":
+        HopperBackend().attend(launch)
+        return
+    backend = TritonBackend()
     backend.attend(launch)
     if layer.page_size is None:
         return
