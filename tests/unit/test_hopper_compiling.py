@@ -20,8 +20,11 @@ LAYERS = {name: layer for name, layer in compiling.usual_layers().items() if tak
 
 
 def launch(layer: compiling.Layer, config: Any) -> None:
+    """Twice, since a second launch of the same form goes past Triton's own launcher."""
     attend = compiling.attend_of(layer, config)
-    HopperBackend().attend(attend._replace(lse=torch.empty(len(attend.q), layer.spec.num_qo_heads)))
+    attend = attend._replace(lse=torch.empty(len(attend.q), layer.spec.num_qo_heads))
+    for _ in range(2):
+        HopperBackend().attend(attend)
 
 
 DEVICES = itertools.count(1000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
 
@@ -14,17 +14,19 @@ from sennit.backends.base import Attend, Support
 from sennit.backends.gpus.caching import PagedCache
 from sennit.backends.gpus.launching import (
     ALIGNED,
+    addresses,
     attend_dense,
     contiguous,
     installed,
     launch_captures,
     merge_counters,
     printed_change,
+    remember,
 )
-from sennit.backends.gpus.variant import layer_facts
+from sennit.backends.gpus.variant import has_trees, layer_facts
 from sennit.backends.hopper.configs import HopperConfig, columns_of, kernel_configs, takes
 from sennit.backends.hopper.pools import Rows, box_rows, rows_aligned, rows_of
-from sennit.backends.hopper.variant import WIDE_PARTS, Variant
+from sennit.backends.hopper.variant import WIDE_PARTS, Tile, Variant
 from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
 from sennit.spec import AttentionSpec
@@ -83,6 +85,39 @@ class HopperBackend(PagedCache):
         attend_dense(launch, partial(_run, pauses=True))
 
 
+Box = tuple[list[int], list[int], list[int], Any]  # of a descriptor: shape, strides, a box, and how it lies in memory
+
+
+@dataclass
+class Form:
+    """What launches of one layer over tensors of the same form have in common.
+
+    Attributes:
+        spec, config: kept, since their addresses stand for them.
+        variant: what the kernel is compiled for.
+        change: the layer's functions, printed, or None.
+        query_boxes: of the wide strand and of the narrow one, None where there are none.
+        pool_boxes: of keys and of values, None where they are copied by rows.
+        strides: of all tensors, as the kernel takes them.
+        no_partials, no_counters: stand for partial results, and for counts of them, where there are none.
+        kernel: once it is compiled, Triton need not look at every argument of a launch.
+    """
+
+    spec: AttentionSpec
+    config: HopperConfig
+    variant: Variant
+    change: Any
+    query_boxes: tuple[Box | None, ...]
+    pool_boxes: tuple[Box | None, ...]
+    strides: tuple[int, ...]
+    no_partials: torch.Tensor
+    no_counters: torch.Tensor
+    kernel: Any = None
+
+
+_forms: dict[tuple[Any, ...], Form] = {}  # the oldest first
+
+
 def _run(
     launch: Attend,
     q: torch.Tensor,
@@ -92,32 +127,39 @@ def _run(
     times: torch.Tensor | None = None,
     pauses: bool = False,
 ) -> None:
-    spec, config, arrays = launch.spec, cast(HopperConfig, launch.config), launch.arrays
+    spec, arrays, lse, mask = launch.spec, launch.arrays, launch.lse, launch.packed_mask
     k, v = _not_empty(launch.k), _not_empty(launch.v)
+    key = (
+        id(spec), id(launch.config), launch.page_size, has_trees(arrays), q.device.index, launch.kv_lens is None,
+        mask is None, times is None, pauses, 0 < launch.sm_scale < LARGEST_SCALE,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(),
+        None if lse is None else lse.stride(), *(tensor.data_ptr() % ALIGNED for tensor in (q, k, v, out)),
+    )  # fmt: skip
+    form = _forms.get(key) or remember(_forms, key, _form(launch, q, k, v, out, pauses=pauses))
+    config = form.config
     num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
-    partials, counters = None, None
+    partials, counters = form.no_partials, form.no_counters
     if num_partial_rows:
         partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
         most = config.num_workers * len(config.strands)
         counters = merge_counters(q.device, WIDE_PARTS * (most if fixed else arrays[Header.NUM_MERGES]))
-    columns = columns_of(spec)
-    k_rows, v_rows = rows_of(k, columns), rows_of(v, columns)
-    variant = replace(_variant(launch, config, q), aligned=rows_aligned(k) and rows_aligned(v), pauses=pauses)
-    if variant.aligned and k_rows and v_rows:
-        variant = replace(variant, box_rows=box_rows(launch.page_size))
-    lse = launch.lse
-    (k_pool, k_strides), (v_pool, v_strides) = _pool(k, k_rows, variant), _pool(v, v_rows, variant)
-    query_boxes = [_query_boxes(q, tile.rows // parts, variant) if tile and variant.query_boxes else None
-             for tile, parts in ((config.wide, WIDE_PARTS), (config.narrow, 1))]  # fmt: skip
-    _kernel()[(config.num_workers, 1, 1)](
-        launch.plan, launch.page_table, contiguous(launch.kv_lens), q, *query_boxes,
-        k_pool, v_pool, out, lse,
-        launch.plan if partials is None else partials, launch.plan if counters is None else counters,
-        launch.packed_mask, contiguous(launch.sinks), contiguous(launch.alibi_slopes),
-        launch_captures(launch), times, launch.sm_scale, num_partial_rows, *q.stride()[:2], *k_strides, *v_strides,
-        *out.stride()[:2], *((0, 0) if lse is None else lse.stride()), variant, printed_change(spec),
-        num_warps=4,
+    read = launch.plan, launch.page_table, contiguous(launch.kv_lens), q
+    boxes = [_described(q, box) for box in form.query_boxes]
+    pools = [_described(pool, box) for pool, box in zip((k, v), form.pool_boxes, strict=True)]
+    written = (
+        out, lse, partials, counters, times, mask, contiguous(launch.sinks), contiguous(launch.alibi_slopes)
     )  # fmt: skip
+    others = launch_captures(launch), launch.sm_scale, num_partial_rows, *form.strides, form.variant, form.change
+    grid = (config.num_workers, 1, 1)
+    if form.kernel is not None:
+        if not form.variant.boxes:
+            pools = addresses((k, v))
+        form.kernel[grid](*addresses(read), *boxes, *pools, *addresses(written), *others)
+        return
+    pools = [pool if box is None else box for pool, box in zip((k, v), pools, strict=True)]
+    compiled = _kernel()[grid](*read, *boxes, *pools, *written, *others, num_warps=4)
+    if not spec.captures:  # whose forms are not in the key
+        form.kernel = compiled
 
 
 def _not_empty(pool: torch.Tensor) -> torch.Tensor:
@@ -125,39 +167,74 @@ def _not_empty(pool: torch.Tensor) -> torch.Tensor:
     return pool if pool.numel() else pool.new_empty(1, *pool.shape[1:])
 
 
-def _variant(launch: Attend, config: HopperConfig, q: torch.Tensor) -> Variant:
-    spec, group_size = launch.spec, launch.spec.group_size
-    aligned = q.data_ptr() % ALIGNED == 0 and all(stride * 2 % ALIGNED == 0 for stride in q.stride()[:2])
-    return Variant(
+def _described(tensor: torch.Tensor, box: Box | None) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return None if box is None else TensorDescriptor(tensor, *box)
+
+
+def _form(
+    launch: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, pauses: bool
+) -> Form:
+    spec, config, lse = launch.spec, cast(HopperConfig, launch.config), launch.lse
+    columns, group_size = columns_of(spec), spec.group_size
+    rows = rows_of(k, columns), rows_of(v, columns)
+    aligned = rows_aligned(k) and rows_aligned(v)
+    queries_aligned = q.data_ptr() % ALIGNED == 0 and all(stride * 2 % ALIGNED == 0 for stride in q.stride()[:2])
+    variant = Variant(
         **layer_facts(launch),
         wide=config.wide,
         narrow=config.narrow,
-        columns=columns_of(spec),
-        query_boxes=aligned and group_size & (group_size - 1) == 0,
+        columns=columns,
+        box_rows=box_rows(launch.page_size) if aligned and all(rows) else 1,
+        aligned=aligned,
+        query_boxes=queries_aligned and group_size & (group_size - 1) == 0,
         ordinary_scale=0 < launch.sm_scale < LARGEST_SCALE,
+        pauses=pauses,
+    )
+    pools = [_pool_box(pool, of, variant) for pool, of in zip((k, v), rows, strict=True)]
+    return Form(
+        spec,
+        config,
+        variant,
+        printed_change(spec),
+        query_boxes=(
+            _query_box(q, config.wide, WIDE_PARTS, variant),
+            _query_box(q, config.narrow, 1, variant),
+        ),
+        pool_boxes=tuple(box for box, _ in pools),
+        strides=(
+            *q.stride()[:2],
+            *(stride for _, strides in pools for stride in strides),
+            *out.stride()[:2],
+            *((0, 0) if lse is None else lse.stride()),
+        ),
+        no_partials=q.new_empty(1, dtype=torch.float32),
+        no_counters=q.new_zeros(1, dtype=torch.int32),
     )
 
 
-def _query_boxes(q: torch.Tensor, rows: int, variant: Variant) -> Any:
-    """Queries whose boxes are ``rows`` packed rows."""
+def _query_box(q: torch.Tensor, tile: Tile | None, parts: int, variant: Variant) -> Box | None:
+    """Boxes of packed rows, a part of a tile each."""
+    if tile is None or not variant.query_boxes:
+        return None
     from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    rows = tile.rows // parts
     heads = min(rows, variant.group_size)
     box = [rows // heads, heads, variant.columns]
-    return TensorDescriptor(q, list(q.shape), list(q.stride()), box, NVMMASharedLayout(128, 16, 3))
+    return list(q.shape), list(q.stride()), box, NVMMASharedLayout(128, 16, 3)
 
 
-def _pool(pool: torch.Tensor, rows: Rows | None, variant: Variant) -> tuple[Any, tuple[int, ...]]:
-    """A pool and its strides, as the kernel takes them."""
+def _pool_box(pool: torch.Tensor, rows: Rows | None, variant: Variant) -> tuple[Box | None, tuple[int, ...]]:
+    """Boxes of a pool, and its strides, as the kernel takes them."""
     if rows is None or not variant.boxes:
-        return pool, (0,) * (4 - pool.dim()) + pool.stride()[:-1]
+        return None, (0,) * (4 - pool.dim()) + pool.stride()[:-1]
     from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = NVMMASharedLayout(128, 16, 2)
-    shape, strides = [rows.num_rows, rows.width], [rows.stride, 1]
-    return TensorDescriptor(pool, shape, strides, [variant.box_rows, variant.columns], layout), rows[3:]
+    box = [variant.box_rows, variant.columns]
+    return ([rows.num_rows, rows.width], [rows.stride, 1], box, layout), rows[3:]
 
 
 @cache

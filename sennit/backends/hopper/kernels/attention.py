@@ -55,11 +55,11 @@ def attend_kernel(
     lse,  # float32, or None
     partials,  # float32 [num_partial_rows * (dim_vo + 1)]: outputs, then LSEs
     counters,  # int32 [merges * 2], zeros
+    times,  # int64 [items, 2], or None: see `store_times`
     packed_mask,  # uint8 [bytes], or None
     sinks,  # float32 [heads], or None
     alibi_slopes,  # float32 [heads], or None
     captures,  # what `change` takes
-    times,  # int64 [items, 2], or None: see `store_times`
     sm_scale: gl.float32,
     num_partial_rows,
     q_row, q_head,  # strides, in elements
