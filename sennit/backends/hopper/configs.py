@@ -59,7 +59,7 @@ def kernel_configs(spec: AttentionSpec, num_workers: int) -> tuple[HopperConfig,
     keys = 128 if columns <= 128 else 64
     configs = []
     if columns <= 128:
-        wide = Tile(128, keys, _buffers(96, keys, columns), 200)
+        wide = Tile(128, keys, _buffers(96, keys, columns), 208)
         for rows in NARROW_ROWS:
             configs.append(_config(spec, num_workers, wide, Tile(rows, 64, _buffers(80, 64, columns), 72)))
     configs.append(_config(spec, num_workers, Tile(128, keys, _buffers(128, keys, columns), 240), None))

@@ -72,6 +72,16 @@ class Variant(LayerVariant):
         return 2 if self.wide and self.narrow else 4
 
     @property
+    def loader_registers(self) -> int:
+        """Of a thread that loads."""
+        return 24 if self.boxes else 40
+
+    @property
+    def wide_registers(self) -> int:
+        """Of a thread that computes wide tiles: two groups of warps have less where those that load need more."""
+        return 0 if self.wide is None else self.wide.registers - (0 if self.boxes else 8)
+
+    @property
     def ordered(self) -> bool:
         """Rows see all keys up to their own, or up to the last one."""
         return self.window_left is None and self.window_right is None and not self.trees

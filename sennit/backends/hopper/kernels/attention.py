@@ -10,8 +10,6 @@ from sennit.backends.hopper.kernels.wide import compute_wide
 
 __all__ = ["attend_kernel"]
 
-LOADING = gl.constexpr(40)  # registers of a thread that loads
-
 
 @gluon.jit
 def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
@@ -81,6 +79,8 @@ def attend_kernel(
     wide: gl.constexpr = variant.wide
     narrow: gl.constexpr = variant.narrow
     loaders: gl.constexpr = variant.loader_warps
+    loading: gl.constexpr = variant.loader_registers
+    weighing: gl.constexpr = variant.wide_registers
     if narrow is not None:
         narrow_queries, narrow_ring = make_shared(element, narrow, 1, variant.columns)
         weights = gl.allocate_shared_memory(element, [2, narrow.rows, narrow.keys], gl.NVMMASharedLayout(128, 16, 2))
@@ -94,7 +94,7 @@ def attend_kernel(
                 plan, page_table, kv_lens, wide_boxes, keys, values,
                 wide_queries, wide_ring, 0, wide, 2, variant,
             )),
-        ], [4, loaders], [wide.registers, LOADING])  # fmt: skip
+        ], [4, loaders], [weighing, loading])  # fmt: skip
     elif wide is None:
         gl.warp_specialize([
             (compute_narrow, (plan, query, inputs, outputs, narrow_queries, narrow_ring, weights, variant, change)),
@@ -102,7 +102,7 @@ def attend_kernel(
                 plan, page_table, kv_lens, narrow_boxes, keys, values,
                 narrow_queries, narrow_ring, 0, narrow, 1, variant,
             )),
-        ], [loaders], [LOADING])  # fmt: skip
+        ], [loaders], [loading])  # fmt: skip
     else:
         gl.warp_specialize([
             (compute_wide, (plan, query, inputs, outputs, wide_queries, wide_ring, 0, variant, change)),
@@ -116,4 +116,4 @@ def attend_kernel(
                 plan, page_table, kv_lens, narrow_boxes, keys, values,
                 narrow_queries, narrow_ring, 1, narrow, 1, variant,
             )),
-        ], [4, 4, loaders, loaders], [wide.registers, narrow.registers, LOADING, LOADING])  # fmt: skip
+        ], [4, 4, loaders, loaders], [weighing, narrow.registers, loading, loading])  # fmt: skip
