@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sennit.bench.host import describe_host
 from sennit.bench.items import ItemTimes, fitted_times, measure_items
 from sennit.bench.planning import strand_times
 from sennit.device import resolve_device
+from sennit.errors import SennitError
 
 BATCHES = {
     "wide": ("8192@8192", "2048@16384", "4*2048@2048", "300@9000"),
@@ -33,7 +35,14 @@ NAMES = ("item and head", "key step", "partial result")
 
 
 def main() -> None:
-    """Measure, print, and write what was found."""
+    """Measure, print, and write what was found; or say what is wrong."""
+    try:
+        _main()
+    except SennitError as error:
+        sys.exit(f"error: {error}")
+
+
+def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", required=True)
     parser.add_argument("--small", action="store_true", help="batches that reference-items can run")

@@ -66,6 +66,8 @@ def kernels(
             bar.update(task, completed=done, total=total, refresh=True)
 
         outcomes = compile_layers(chosen, names, backend, told)
+    if not outcomes:
+        raise InvalidInput("--only", expected=f"layers of which {backend} takes some", got=", ".join(chosen))
     limits = {name: ARCHITECTURES[name].shared_memory for name in names}
     if as_json:
         print_json({"shared_memory": limits, "outcomes": [asdict(outcome) for outcome in outcomes]})

@@ -109,6 +109,15 @@ def test_the_command_prints_what_was_found_and_fails_where_it_does_not_fit(monke
     assert read["shared_memory"] == {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
     assert read["outcomes"][0]["kernels"][0]["registers"] == 240
     assert run("--only", "nothing").exit_code == 2
+    assert run("--backend", "cpu").exit_code == 2
+
+
+def test_layers_that_the_backend_does_not_take_are_an_error():
+    result = CliRunner().invoke(app, ["kernels", "--backend", "hopper", "--only", "fp32*"])
+    assert result.exit_code == 2
+    assert "of which hopper takes some, got fp32 128" in " ".join(result.stderr.split())
+    result = CliRunner().invoke(app, ["kernels", "--backend", "hopper", "--arch", "sm_80"])
+    assert (result.exit_code, "expected sm_90" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
