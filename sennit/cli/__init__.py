@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sennit.cli import bench, cache, check, generate, info, kernels, plan
-from sennit.cli.output import command_group
+from sennit.cli.output import INTERRUPTED, command_group
 
 __all__ = ["app", "main"]
 
@@ -47,4 +47,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that has no letter for something still gets the rest
             stream.reconfigure(errors="replace")
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before a command began
+        sys.exit(INTERRUPTED)

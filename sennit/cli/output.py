@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 __all__ = [
+    "INTERRUPTED",
     "check_files",
     "command_group",
     "console",

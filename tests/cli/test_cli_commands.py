@@ -10,6 +10,7 @@ import warnings
 import pytest
 
 import sennit as package
+from sennit import cli
 from sennit.plan.batch import Batch
 
 GROUPS = [("bench",), ("cache",)]
@@ -79,6 +80,16 @@ def test_an_interrupt_is_one_line_with_exit_code_130(sennit, monkeypatch):
     monkeypatch.setattr(Batch, "parse", interrupt)
     result = sennit("plan", "1@1")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "stopped\n")
+
+
+def test_an_interrupt_before_a_command_begins_ends_with_the_same_code(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
 
 
 def test_a_batch_too_large_for_the_memory_is_an_error_and_no_traceback(sennit, monkeypatch):
