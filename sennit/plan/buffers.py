@@ -9,6 +9,7 @@ import torch
 
 from sennit.errors import CapacityExceeded
 from sennit.plan.cost import KernelConfig
+from sennit.plan.deal import MOST_BANDS
 from sennit.plan.integers import INT32_MAX
 from sennit.plan.tensors import Int32Array, Layout
 from sennit.spec import checked_integer
@@ -70,20 +71,23 @@ class PlanBuffers:
     ) -> PlanBuffers:
         """Reserve room for every plan of at most these sizes.
 
-        A strand has at most one range of the line a tile, or a head of it where these are dealt, and a worker; a cut
-        adds at most two partial items, of at most ``tile_rows`` rows each. Fixed splits may need more; a plan that does
-        not fit is refused.
+        A strand has at most one range of the line a tile, or a band of it where these are dealt, and a worker; a cut
+        adds at most two partial items. Fixed splits may need more; a plan that does not fit is refused.
         """
         for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("max_pages", max_pages)):
             checked_integer(name, value, minimum=1)
         checked_integer("max_tree_nodes", max_tree_nodes, minimum=0)
         ranges = config.num_workers * len(config.strands)
-        items = [num_kv_heads if strand.dealt else 1 for strand in config.strands]  # a tile
-        full_tiles = [max_tokens * group_size * n // s.tile_rows for n, s in zip(items, config.strands, strict=True)]
+        tiles = [max_requests + max_tokens * group_size // strand.tile_rows for strand in config.strands]
+        bands = [
+            min((num_kv_heads // strand.heads - 1) * count, MOST_BANDS * config.num_workers)
+            for count, strand in zip(tiles, config.strands, strict=True)
+            if strand.dealt
+        ]
         layout = Layout(
             segments=max_requests,
-            items=max_requests * max(items) + max(full_tiles) + 3 * ranges,
-            merges=ranges,
+            items=max(tiles) + sum(bands) + 3 * ranges,
+            merges=config.max_merges,
             strands=len(config.strands),
             workers=config.num_workers,
             trees=max_requests * max_tree_nodes + max_tokens * -(-max_tree_nodes // 32),

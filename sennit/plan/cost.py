@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sennit.errors import InvalidInput
 from sennit.plan.segments import Segments, Window
 
 __all__ = [
@@ -48,8 +49,8 @@ class Strand:
         haste: how many times faster a key step is than its time says where other workers leave the bus to it.
         row_step: rows that arithmetic takes at once, which divides ``tile_rows``, where a tile of few rows takes less.
         heads: KV heads that a work item takes together, which divides the layer's; cuts divide the keys of all of them.
-        dealt: workers take whole bands of tiles where that delays none of them, see :mod:`~sennit.plan.deal`; not for
-            strands that a worker runs one after the other.
+        dealt: workers take whole bands of tiles where that delays none of them much, see :mod:`~sennit.plan.deal`; not
+            beside a strand that the same worker runs before or after it.
     """
 
     name: Literal["wide", "narrow"]
@@ -84,6 +85,16 @@ class KernelConfig:
     num_workers: int
     combine: Combine = "sum"
 
+    def __post_init__(self) -> None:
+        # Such strands are cut together, and dealing moves what the cuts of one are made of.
+        if self.combine == "sum" and len(self.strands) > 1 and any(strand.dealt for strand in self.strands):
+            raise InvalidInput(
+                "strands",
+                expected="no dealt strand where workers run two strands one after the other",
+                got=[strand.name for strand in self.strands if strand.dealt],
+                hint='set dealt=False, or combine="max"',
+            )
+
     def step_times(self, strand: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> FloatArray:
         """Times of a key step in tiles of ``rows``, of the shape of both: arithmetic and loads overlap.
 
@@ -94,6 +105,11 @@ class KernelConfig:
         taken = np.ceil(rows / self.row_steps[strand]) * (self.row_steps / self.tile_rows)[strand]
         times: FloatArray = np.maximum(self.compute_times[strand] * taken, self.memory_times[strand])
         return times
+
+    @property
+    def max_merges(self) -> int:
+        """Merges that cuts can give: each divides the keys of as many heads as an item of its strand takes."""
+        return self.num_workers * sum(strand.heads for strand in self.strands)
 
     @property
     def max_partial_rows(self) -> int:
@@ -257,14 +273,17 @@ def strand_haste(config: KernelConfig, times: FloatArray) -> FloatArray:
 def _parts(config: KernelConfig, alone: FloatArray) -> FloatArray:
     """Each strand's part of the device, such that both end together; all of it where there is no other.
 
-    What strands are given are SMs, of which each has room for some workers.
+    What strands are given are SMs, of which each has room for some workers. Of the two ways to round, the better one.
     """
     if len(alone) == 1 or not alone.all():
         return np.ones(len(alone))
     places = int(config.workers.min())
     hasty = alone / strand_haste(config, alone)
-    first = min(max(round(places * float(hasty[0] / hasty.sum())), 1), places - 1) if places > 1 else 1
-    return np.array([first, max(places - first, 1)]) / places
+    if places == 1:
+        return np.ones(2)
+    few = min(max(int(places * float(hasty[0] / hasty.sum())), 1), places - 1)
+    parts = [np.array([first, places - first]) / places for first in (few, min(few + 1, places - 1))]
+    return min(parts, key=lambda part: float((hasty / part).max()))
 
 
 def share_workers(config: KernelConfig, totals: FloatArray) -> npt.NDArray[np.int64]:

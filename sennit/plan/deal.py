@@ -7,13 +7,14 @@ from heapq import heapify, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from sennit.plan.line import Line
+from sennit.plan.line import Line, fullest
 
-__all__ = ["deal"]
+__all__ = ["MOST_BANDS", "deal"]
 
 Int64Array = npt.NDArray[np.int64]
 
 MOST_DELAY = 1.1  # of the fullest worker, for keys that come from memory once
+MOST_BANDS = 128  # a worker; plans of more would take longer to make, and more room, than they are worth
 
 
 def deal(line: Line, cuts: Int64Array) -> tuple[Line, Int64Array]:
@@ -25,8 +26,8 @@ def deal(line: Line, cuts: Int64Array) -> tuple[Line, Int64Array]:
     free first, begin together and have like lengths: their keys are read once for all of them. Nor are there parts to
     be merged.
 
-    A strand stays as it is where dealing would make its fullest worker more than ``MOST_DELAY`` times as full, unless
-    the other strand takes longer beside it.
+    A strand stays as it is where it has more than ``MOST_BANDS`` bands a worker, and where dealing would make its
+    fullest worker more than ``MOST_DELAY`` times as full, unless the other strand takes longer beside it.
 
     Args:
         line: tiles in the order of segments.
@@ -42,7 +43,7 @@ def deal(line: Line, cuts: Int64Array) -> tuple[Line, Int64Array]:
     shares = line.strand_times / workers
     for strand, count in enumerate(workers.tolist()):
         if config.strands[strand].dealt:
-            enough = MOST_DELAY * line.times_between(cuts[strand, :-1], cuts[strand, 1:]).max()
+            enough = MOST_DELAY * fullest(line, cuts[strand])
             if config.combine == "max":
                 enough = max(enough, *shares)
             line, cuts = _deal_strand(line, cuts, strand, count, enough)
@@ -52,6 +53,8 @@ def deal(line: Line, cuts: Int64Array) -> tuple[Line, Int64Array]:
 def _deal_strand(line: Line, cuts: Int64Array, strand: int, count: int, enough: float) -> tuple[Line, Int64Array]:
     first, last = line.strand_blocks[strand : strand + 2]
     bands = line.num_bands[first:last]
+    if bands.sum() > MOST_BANDS * count:
+        return line, cuts
     block = np.arange(first, last).repeat(bands)
     times = line.band_time[block]
     order = (-times).argsort(kind="stable")

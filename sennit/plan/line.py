@@ -14,7 +14,7 @@ from sennit.plan.cost import FloatArray, KernelConfig, prefix_sums, share_worker
 from sennit.plan.segments import Segments
 from sennit.plan.visible import KeySteps, key_steps, last_keys, window_starts
 
-__all__ = ["Line", "balance", "make_line"]
+__all__ = ["Line", "balance", "fullest", "make_line"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -296,7 +296,7 @@ def balance(line: Line) -> Int64Array:
     for cut, share, count in zip(cuts, shares, workers, strict=False):
         # Beside a fuller strand nothing is gained by it.
         enough = max(1.01 * share, *shares) if config.combine == "max" else 1.01 * share
-        if 0 < cut[-1] - cut[0] < COARSE_UNITS * count and _fullest(line, cut) > enough:
+        if 0 < cut[-1] - cut[0] < COARSE_UNITS * count and fullest(line, cut) > enough:
             cut[: count + 1] = _polish(line, cut[: count + 1])
     if together:
         bounds = line.unit_start[blocks][:, None]
@@ -319,7 +319,8 @@ def _equal_shares(line: Line, strand: int, workers: int, start: float, end: floa
     return times
 
 
-def _fullest(line: Line, cuts: Int64Array) -> float:
+def fullest(line: Line, cuts: Int64Array) -> float:
+    """Time of the fullest of the workers that cuts divide units among."""
     return float(line.times_between(cuts[:-1], cuts[1:]).max())
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from sennit.check.oracle import token_positions
+from sennit.errors import InvalidInput
 from sennit.plan.batch import Batch
-from sennit.plan.cost import KernelConfig, Strand, place
+from sennit.plan.cost import KernelConfig, Strand, place, share_workers
 from sennit.plan.plan import make_plan
 from sennit.plan.schedule import Item, Merge
 from sennit.plan.segments import from_batch
@@ -270,6 +271,33 @@ def test_side_by_side_strands_share_a_step_that_either_alone_would_slow():
     preferred, alone_time = place(segments, 4, 8, config, alone=True)
     assert time <= alone_time
     assert len(set(preferred.tolist())) == 1
+
+
+def test_shares_of_the_device_are_rounded_to_whichever_ends_first():
+    config = KernelConfig("apart", (HALF, NARROW), 132, "apart")
+    # In halves of an SM 64.6 and 1.4: 65 and 1 would take 1.4 times as long as the rest, 64 and 2 as long.
+    assert share_workers(config, np.array([64.6 * 66, 1.4 * 132])).tolist() == [64, 4]
+    assert share_workers(config, np.array([1.4 * 66, 64.6 * 132])).tolist() == [2, 128]
+    assert share_workers(config, np.array([33.2 * 66, 32.8 * 132])).tolist() == [33, 66]
+
+
+def test_dealing_makes_no_step_more_than_a_tenth_longer():
+    cut, dealt = CONFIGS[1], CONFIGS[-1]
+    rng = np.random.default_rng(8)
+    changed = 0
+    for _ in range(60):
+        requests = [(int(rng.choice([1, 200, 2000])), int(rng.integers(1, 9000))) for _ in range(rng.integers(1, 40))]
+        text = " + ".join(f"{min(q, k)}@{k}" for q, k in requests)
+        longest = [plan_of(text, config).loads.max() for config in (cut, dealt)]
+        assert longest[1] <= 1.1 * longest[0] + 1e-9, text
+        changed += longest[0] != longest[1]
+    assert changed > 10
+
+
+def test_strands_that_are_cut_together_cannot_be_dealt():
+    with pytest.raises(InvalidInput, match=r"strands: expected no dealt strand .*, got \['wide'\]"):
+        KernelConfig("both", (replace(WIDE, dealt=True), NARROW), 132, "sum")
+    assert KernelConfig("one", (replace(WIDE, dealt=True),), 132, "sum").max_merges == 132
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -22,23 +22,24 @@ GROUPS = 20
 UNWRITTEN = -7
 
 
-def random_strand(rng, name, heads):
+def random_strand(rng, name, heads, may_be_dealt):
     times = rng.choice([0.1, 0.5, 1.0, 2.0, 3.7, 14.0], 4).tolist()
     workers = int(rng.integers(1, 200)) if rng.random() < 0.5 else None
     rows, step = int(rng.choice([8, 16, 64, 128])), int(rng.choice([16, 32, 64, 128]))
     row_step = int(rng.choice([1, 4, rows])) if rng.random() < 0.5 else None
     haste = float(rng.choice([1.0, 1.7]))
-    more = {"workers": workers, "haste": haste, "row_step": row_step, "heads": heads, "dealt": bool(rng.random() < 0.5)}
-    return Strand(name, rows, step, *times, **more)
+    more = {"workers": workers, "haste": haste, "row_step": row_step, "heads": heads}
+    return Strand(name, rows, step, *times, **more, dealt=may_be_dealt and bool(rng.random() < 0.5))
 
 
 def random_config(rng, num_kv_heads):
     heads = [n for n in (1, 2, 8) if num_kv_heads % n == 0]
-    strands = tuple(
-        random_strand(rng, name, int(rng.choice(heads))) for name in ("wide", "narrow")[: int(rng.choice([1, 2, 2]))]
-    )
+    names = ("wide", "narrow")[: int(rng.choice([1, 2, 2]))]
+    combine = str(rng.choice(work.COMBINES))
+    may_be_dealt = combine != "sum" or len(names) == 1
+    strands = tuple(random_strand(rng, name, int(rng.choice(heads)), may_be_dealt) for name in names)
     workers = max([int(rng.choice([1, 2, 3, 7, 132, 264])), *(strand.workers or 1 for strand in strands)])
-    return KernelConfig("random", strands, workers, str(rng.choice(work.COMBINES)))
+    return KernelConfig("random", strands, workers, combine)
 
 
 def random_window(rng):

@@ -141,8 +141,8 @@ def _run(
     partials, counters = form.no_partials, form.no_counters
     if num_partial_rows:
         partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
-        most = config.num_workers * len(config.strands)
-        counters = merge_counters(q.device, WIDE_PARTS * (most if fixed else arrays[Header.NUM_MERGES]))
+        num_merges = config.max_merges if fixed else arrays[Header.NUM_MERGES]
+        counters = merge_counters(q.device, WIDE_PARTS * num_merges)
     read = launch.plan, launch.page_table, contiguous(launch.kv_lens), q
     boxes = [_described(q, box) for box in form.query_boxes]
     pools = [_described(pool, box) for pool, box in zip((k, v), form.pool_boxes, strict=True)]

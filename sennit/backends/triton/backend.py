@@ -137,8 +137,7 @@ def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> 
     partials, counters = known.no_partials, known.no_counters
     if num_partial_rows:
         partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
-        most = config.num_workers * len(config.strands)
-        counters = merge_counters(q.device, most if fixed else arrays[Header.NUM_MERGES])
+        counters = merge_counters(q.device, config.max_merges if fixed else arrays[Header.NUM_MERGES])
     tensors = (
         launch.plan, launch.page_table, contiguous(kv_lens), q, k, v, out, lse, partials, counters, mask,
         contiguous(launch.sinks), contiguous(launch.alibi_slopes),

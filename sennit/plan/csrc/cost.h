@@ -67,7 +67,7 @@ inline void segment_times(const Segments& segments, const Config& config, const 
   }
 }
 
-// Each strand's part of the device, such that both end together.
+// Each strand's part of the device, such that both end together: of the two ways to round, the better one.
 inline void parts(const Config& config, const double (&alone)[2], double (&part)[2]) {
   if (config.num_strands == 1 || alone[0] == 0 || alone[1] == 0) {
     part[0] = part[1] = 1;
@@ -75,13 +75,16 @@ inline void parts(const Config& config, const double (&alone)[2], double (&part)
   }
   const int64_t places = std::min(config.strands[0].workers, config.strands[1].workers);
   const double hasty[2] = {alone[0] / config.strands[0].haste, alone[1] / config.strands[1].haste};
-  int64_t first = 1;
-  if (places > 1) {
-    const double share = std::nearbyint(double(places) * (hasty[0] / (hasty[0] + hasty[1])));
-    first = std::min(std::max(int64_t(share), int64_t(1)), places - 1);
+  part[0] = part[1] = 1;
+  if (places == 1) return;
+  const int64_t share = int64_t(double(places) * (hasty[0] / (hasty[0] + hasty[1])));
+  const int64_t few = std::min(std::max(share, int64_t(1)), places - 1);
+  double least = INFINITY;
+  for (int64_t first : {few, std::min(few + 1, places - 1)}) {
+    const double of_first = double(first) / double(places), of_second = double(places - first) / double(places);
+    const double fullest = std::max(hasty[0] / of_first, hasty[1] / of_second);
+    if (fullest < least) least = fullest, part[0] = of_first, part[1] = of_second;
   }
-  part[0] = double(first) / double(places);
-  part[1] = double(std::max(places - first, int64_t(1))) / double(places);
 }
 
 // Workers of each strand, given the time of its work on one of them.

@@ -10,8 +10,13 @@
 namespace sennit {
 
 constexpr double kMostDelay = 1.1;
+constexpr int64_t kMostBands = 128;
 
 inline void deal_strand(Line& line, Units& cut, int strand, int64_t count, double enough) {
+  int64_t num_bands = 0;
+  for (int i = line.strand_blocks[strand]; i < line.strand_blocks[strand + 1]; ++i)
+    num_bands += line.blocks[size_t(i)].bands;
+  if (num_bands > kMostBands * count) return;
   std::vector<Block> bands;
   for (int i = line.strand_blocks[strand]; i < line.strand_blocks[strand + 1]; ++i) {
     Block band = line.blocks[size_t(i)];
@@ -53,16 +58,12 @@ inline void deal(Line& line, std::vector<Units>& cuts) {
   if (line.chunked || !line.size()) return;
   double totals[2] = {}, most = 0;
   int64_t workers[2];
-  for (int s = 0; s < config.num_strands; ++s)
-    totals[s] = line.time_start[size_t(line.strand_blocks[s + 1])] - line.time_start[size_t(line.strand_blocks[s])];
-  share_workers(config, totals, workers);
+  line.share(totals, workers);
   for (int s = 0; s < config.num_strands; ++s) most = std::max(most, totals[s] / double(workers[s]));
   for (int s = 0; s < config.num_strands; ++s) {
     if (!config.strands[s].dealt) continue;
     Units& cut = cuts[size_t(s)];
-    double fullest = 0;
-    for (size_t i = 0; i + 1 < cut.size(); ++i) fullest = std::max(fullest, line.time_between(cut[i], cut[i + 1]));
-    const double enough = kMostDelay * fullest;
+    const double enough = kMostDelay * line.fullest(cut);
     deal_strand(line, cut, s, workers[s], config.combine == kMax ? std::max(enough, most) : enough);
   }
 }

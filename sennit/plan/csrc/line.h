@@ -111,6 +111,20 @@ class Line {
     return to.time - from.time + from.extra + (to.band >= 0 && !same ? blocks[to.block].split_time : 0.0);
   }
 
+  // Time of the fullest of the workers that cuts divide units among.
+  double fullest(const Units& cuts) const {
+    double most = 0;
+    for (size_t i = 0; i + 1 < cuts.size(); ++i) most = std::max(most, time_between(cuts[i], cuts[i + 1]));
+    return most;
+  }
+
+  // Time of every strand's work on one worker, and the workers that it is cut for.
+  void share(double (&totals)[2], int64_t (&workers)[2]) const {
+    for (int s = 0; s < config.num_strands; ++s)
+      totals[s] = time_start[size_t(strand_blocks[s + 1])] - time_start[size_t(strand_blocks[s])];
+    share_workers(config, totals, workers);
+  }
+
  private:
   void measure() {
     unit_start.assign(1, 0), time_start.assign(1, 0);
@@ -259,9 +273,7 @@ inline std::vector<Units> balance(const Line& line) {
   const int num_rows = together ? 1 : strands;
   double totals[2] = {};
   int64_t workers[2];
-  for (int s = 0; s < strands; ++s)
-    totals[s] = line.time_start[size_t(line.strand_blocks[s + 1])] - line.time_start[size_t(line.strand_blocks[s])];
-  share_workers(config, totals, workers);
+  line.share(totals, workers);
   std::vector<Units> cuts;
   double shares[2] = {};
   for (int row = 0; row < num_rows; ++row) {
@@ -291,9 +303,7 @@ inline std::vector<Units> balance(const Line& line) {
       for (int other = 0; other < num_rows; ++other) enough = std::max(enough, shares[other]);
     const int64_t units = cut.back() - cut[0];
     if (units <= 0 || units >= kCoarseUnits * workers[row]) continue;
-    double fullest = 0;
-    for (size_t i = 0; i + 1 < row_size; ++i) fullest = std::max(fullest, line.time_between(cut[i], cut[i + 1]));
-    if (!(fullest > enough)) continue;
+    if (!(line.fullest(cut) > enough)) continue;
     const auto end = cut.begin() + workers[row] + 1;
     const Units polished = UnitTable(line, cut[0], cut.back()).polish(Units(cut.begin(), end));
     std::copy(polished.begin(), polished.end(), cut.begin());
