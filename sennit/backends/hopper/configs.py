@@ -61,7 +61,8 @@ def kernel_configs(spec: AttentionSpec, num_workers: int) -> tuple[HopperConfig,
     if columns <= 128:
         wide = Tile(128, keys, _buffers(96, keys, columns), 208)
         for rows in NARROW_ROWS:
-            configs.append(_config(spec, num_workers, wide, Tile(rows, 64, _buffers(80, 64, columns), 72)))
+            room = 80 if rows < NARROW_ROWS[-1] else 64  # queries and weights take more of it
+            configs.append(_config(spec, num_workers, wide, Tile(rows, 64, _buffers(room, 64, columns), 72)))
     configs.append(_config(spec, num_workers, Tile(128, keys, _buffers(128, keys, columns), 240), None))
     for rows in NARROW_ROWS:
         configs.append(_config(spec, num_workers, None, Tile(rows, 64, _buffers(160, 64, columns), 168)))

@@ -9,6 +9,7 @@ from sennit.backends.gpus.variant import LayerVariant
 __all__ = ["WIDE_PARTS", "Tile", "Variant"]
 
 WIDE_PARTS = 2  # groups of warps that share a wide tile
+MOST_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Tile:
     def ahead(self) -> int:
         """Loads by rows that are under way, and unknown to anybody, when the next one begins.
 
-        Who frees a buffer may wait for the load after it; and who frees queries, for all loads but the last two.
+        Who frees a buffer may wait for the load after it.
         """
-        return min(2, self.buffers - 2)
+        return min(MOST_AHEAD, self.buffers - 2)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sennit.backends.hopper.kernels.loading import load_strand
 from sennit.backends.hopper.kernels.narrow import compute_narrow
+from sennit.backends.hopper.kernels.rows import PAGE_SLOTS
 from sennit.backends.hopper.kernels.wide import compute_wide
 
 __all__ = ["attend_kernel"]
@@ -34,6 +35,16 @@ def make_shared(element: gl.constexpr, tile: gl.constexpr, parts: gl.constexpr, 
         make_barriers(tile.buffers, parts),
     )
     return queries, ring
+
+
+@gluon.jit
+def make_page_slots(ring, tile: gl.constexpr, variant: gl.constexpr):
+    """Room for the pages of some steps; what stands for it where the copy engine brings boxes is not looked at."""
+    if variant.boxes:
+        slots = ring[1]
+    else:
+        slots = gl.allocate_shared_memory(gl.int32, [PAGE_SLOTS, tile.keys], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return slots
 
 
 STEADY = [
@@ -84,15 +95,17 @@ def attend_kernel(
     if narrow is not None:
         narrow_queries, narrow_ring = make_shared(element, narrow, 1, variant.columns)
         weights = gl.allocate_shared_memory(element, [2, narrow.rows, narrow.keys], gl.NVMMASharedLayout(128, 16, 2))
+        narrow_pages = make_page_slots(narrow_ring, narrow, variant)
     if wide is not None:
         wide_queries, wide_ring = make_shared(element, wide, 2, variant.columns)
+        wide_pages = make_page_slots(wide_ring, wide, variant)
     if narrow is None:
         gl.warp_specialize([
             (compute_wide, (plan, query, inputs, outputs, wide_queries, wide_ring, 0, variant, change)),
             (compute_wide, (plan, query, inputs, outputs, wide_queries, wide_ring, 1, variant, change)),
             (load_strand, (
                 plan, page_table, kv_lens, wide_boxes, keys, values,
-                wide_queries, wide_ring, 0, wide, 2, variant,
+                wide_queries, wide_ring, wide_pages, 0, wide, 2, variant,
             )),
         ], [4, loaders], [weighing, loading])  # fmt: skip
     elif wide is None:
@@ -100,7 +113,7 @@ def attend_kernel(
             (compute_narrow, (plan, query, inputs, outputs, narrow_queries, narrow_ring, weights, variant, change)),
             (load_strand, (
                 plan, page_table, kv_lens, narrow_boxes, keys, values,
-                narrow_queries, narrow_ring, 0, narrow, 1, variant,
+                narrow_queries, narrow_ring, narrow_pages, 0, narrow, 1, variant,
             )),
         ], [loaders], [loading])  # fmt: skip
     else:
@@ -110,10 +123,10 @@ def attend_kernel(
             (compute_narrow, (plan, query, inputs, outputs, narrow_queries, narrow_ring, weights, variant, change)),
             (load_strand, (
                 plan, page_table, kv_lens, wide_boxes, keys, values,
-                wide_queries, wide_ring, 0, wide, 2, variant,
+                wide_queries, wide_ring, wide_pages, 0, wide, 2, variant,
             )),
             (load_strand, (
                 plan, page_table, kv_lens, narrow_boxes, keys, values,
-                narrow_queries, narrow_ring, 1, narrow, 1, variant,
+                narrow_queries, narrow_ring, narrow_pages, 1, narrow, 1, variant,
             )),
         ], [4, 4, loaders, loaders], [weighing, narrow.registers, loading, loading])  # fmt: skip

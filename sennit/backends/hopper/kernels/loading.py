@@ -1,20 +1,18 @@
-"""The warp that loads a strand: queries of its items, and their keys and values, step by step, into a ring."""
+"""The warps that load a strand: queries of its items, and their keys and values, step by step, into a ring."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sennit.backends.gpus.kernels.plan import load_item, load_segment, worker_items
-from sennit.backends.hopper.kernels.buffers import row_major
-from sennit.backends.hopper.kernels.names import as_shape, copy_box, copy_rows, synchronize
+from sennit.backends.hopper.kernels.names import as_shape, copy_box
 from sennit.backends.hopper.kernels.pauses import pause
+from sennit.backends.hopper.kernels.rows import PAGE_SLOTS, ask_pages, keep_pages, load_rows, publish_rows
 from sennit.backends.hopper.kernels.steps import plan_steps, step_at
 
 __all__ = ["load_strand"]
 
 NUMBER_BYTES = gl.constexpr(2)
-GATHERED = gl.constexpr(16)  # rows at once
 
 
 @gluon.jit
@@ -54,87 +52,61 @@ def load_boxes(pool, to, full, step, kv_start, kv_head, page_table, tile: gl.con
 
 
 @gluon.jit
-def load_rows(
-    pool, to, step, kv_start, kv_head, page_table, dim: gl.constexpr, tile: gl.constexpr, variant: gl.constexpr
-):
-    """The same key by key, by these warps, wherever they lie; what is not there becomes zeros."""
-    start, page_stride, slot_stride, head_stride = pool
-    layout: gl.constexpr = row_major(variant.columns, variant.loader_warps)
-    columns = gl.arange(0, variant.columns, gl.SliceLayout(0, layout))
-    head = start + kv_head.to(gl.int64) * head_stride
-    for part in gl.static_range(tile.keys // GATHERED):
-        keys = step[0] + part * GATHERED + gl.arange(0, GATHERED, gl.SliceLayout(1, layout))
-        there = keys < step[2]
-        if variant.page_size is None:
-            offset = (kv_start + keys).to(gl.int64) * slot_stride
-        else:
-            page = gl.load(page_table + kv_start + keys // variant.page_size, mask=there, other=-1)
-            there = page >= 0
-            offset = page.to(gl.int64) * page_stride + (keys % variant.page_size).to(gl.int64) * slot_stride
-        known = there[:, None] & (columns < dim)[None, :]
-        at = to.slice(part * GATHERED, GATHERED)
-        if variant.aligned:
-            rows = gl.multiple_of(head + gl.multiple_of(gl.where(there, offset, 0), 8), 16)  # elements, bytes
-            copy_rows(at, rows[:, None] + columns[None, :], known)
-        else:
-            at.store(gl.load((head + offset)[:, None] + columns[None, :], mask=known, other=0.0))
-    commit_group()
-
-
-@gluon.jit
-def publish_rows(number, full, left: gl.constexpr, tile: gl.constexpr):
-    """Tell that the rows of a load are there: all but the last ``left`` ones before it have been."""
-    wait_group(left)
-    fence_async_shared()
-    synchronize()
-    mbarrier.arrive(full.index(number % tile.buffers), count=1)
-
-
-@gluon.jit
-def load_step(
-    pool, ring, number, step, kv_start, kv_head, page_table, dim: gl.constexpr, tile: gl.constexpr,
-    variant: gl.constexpr,
-):  # fmt: skip
-    """Copy the keys, or the values, of a step into the ring's next buffer."""
+def wait_for_room(ring, number, tile: gl.constexpr, variant: gl.constexpr):
+    """Where the next load goes, once nobody needs what is there, and what is told that it has come."""
     buffers, full, empty = ring
     at = number % tile.buffers
     pause(variant)
     mbarrier.wait(empty.index(at), ((number // tile.buffers) & 1) ^ 1)
-    if variant.boxes:
-        load_boxes(pool, buffers.index(at), full.index(at), step, kv_start, kv_head, page_table, tile, variant)
-    else:
-        load_rows(pool, buffers.index(at), step, kv_start, kv_head, page_table, dim, tile, variant)
-        ahead: gl.constexpr = tile.ahead
-        if number >= ahead:
-            publish_rows(number - ahead, full, ahead, tile)
+    return buffers.index(at), full.index(at)
 
 
 @gluon.jit
 def load_strand(
-    plan, page_table, kv_lens, query_boxes, k, v, queries, ring, strand: gl.constexpr, tile: gl.constexpr,
+    plan, page_table, kv_lens, query_boxes, k, v, queries, ring, page_slots, strand: gl.constexpr, tile: gl.constexpr,
     parts: gl.constexpr, variant: gl.constexpr,
 ):  # fmt: skip
     """Everything that the items of a strand read. Queries are in ``parts``, each for a group of warps."""
     buffers, ready, taken = queries
     rows: gl.constexpr = tile.rows // parts
-    number = 0
+    ahead: gl.constexpr = tile.ahead
+    full = ring[1]
+    number = 0  # of loads
+    told = 0  # of those by rows, the ones that are known to have come
+    turn = 0  # of steps
     asked = 0
     first_item, last_item = worker_items(plan, strand, gl.program_id(0))
     for index in range(first_item, last_item):
         item = load_item(plan, index)
         segment, _tree = load_segment(plan, item[0], kv_lens)
+        kv_start = segment[3]
         steps = plan_steps(segment, item, tile.keys, variant)
         num_steps = steps[3]
+        if not variant.boxes:
+            pages = ask_pages(step_at(0, steps, tile.keys, variant), kv_start, page_table, tile, variant)
+            keep_pages(pages, page_slots.index(turn % PAGE_SLOTS))
         for kv_head in range(item[3], item[3] + item[4]):
             for step in range(num_steps + 1):  # values follow a step behind their keys
-                if step < num_steps:
-                    load_step(
-                        k, ring, number, step_at(step, steps, tile.keys, variant), segment[3], kv_head, page_table,
-                        variant.dim_qk, tile, variant,
+                here = step_at(step, steps, tile.keys, variant)
+                last = step_at(step - 1, steps, tile.keys, variant)
+                if not variant.boxes:  # behind the last step comes the first one of the next head
+                    next_step = gl.where(step < num_steps, step + 1, 0)
+                    pages = ask_pages(
+                        step_at(next_step, steps, tile.keys, variant), kv_start, page_table, tile, variant
                     )  # fmt: skip
+                if step < num_steps:
+                    to, there = wait_for_room(ring, number, tile, variant)
                     number += 1
+                    if variant.boxes:
+                        load_boxes(k, to, there, here, kv_start, kv_head, page_table, tile, variant)
+                    else:
+                        known = page_slots.index(turn % PAGE_SLOTS)
+                        load_rows(k, to, known, here, kv_start, kv_head, variant.dim_qk, tile, variant)
+                        told = publish_rows(told, number, ahead, full, tile)
                 if step == 0:
                     if variant.query_boxes:
+                        if not variant.boxes:  # who frees queries waits for all keys before
+                            told = publish_rows(told, number, 0, full, tile)
                         for part in gl.static_range(parts):
                             pause(variant)
                             mbarrier.wait(taken.index(part), (asked & 1) ^ 1)
@@ -144,13 +116,16 @@ def load_strand(
                             )  # fmt: skip
                         asked += 1
                 else:
-                    load_step(
-                        v, ring, number, step_at(step - 1, steps, tile.keys, variant), segment[3], kv_head, page_table,
-                        variant.dim_vo, tile, variant,
-                    )  # fmt: skip
+                    to, there = wait_for_room(ring, number, tile, variant)
                     number += 1
+                    if variant.boxes:
+                        load_boxes(v, to, there, last, kv_start, kv_head, page_table, tile, variant)
+                    else:
+                        known = page_slots.index((turn + PAGE_SLOTS - 1) % PAGE_SLOTS)
+                        load_rows(v, to, known, last, kv_start, kv_head, variant.dim_vo, tile, variant)
+                        told = publish_rows(told, number, ahead, full, tile)
+                turn += 1
+                if not variant.boxes:
+                    keep_pages(pages, page_slots.index(turn % PAGE_SLOTS))
     if not variant.boxes:
-        ahead: gl.constexpr = tile.ahead
-        for last in gl.static_range(ahead):
-            if number + last >= ahead:
-                publish_rows(number + last - ahead, ring[1], ahead - 1 - last, tile)
+        publish_rows(told, number, 0, full, tile)
