@@ -49,8 +49,9 @@ class Strand:
         haste: how many times faster a key step is than its time says where other workers leave the bus to it.
         row_step: rows that arithmetic takes at once, which divides ``tile_rows``, where a tile of few rows takes less.
         heads: KV heads that a work item takes together, which divides the layer's; cuts divide the keys of all of them.
-        dealt: workers take whole bands of tiles where that delays none of them much, see :mod:`~sennit.plan.deal`; not
-            beside a strand that the same worker runs before or after it.
+        dealt: workers take whole bands of tiles, see :mod:`~sennit.plan.deal`, if that makes the fullest at most so many
+            times as full as cuts would; 0: never. Not beside a strand that the same worker runs before or after it.
+            Tiles of one request are taken to read its keys from memory once.
     """
 
     name: Literal["wide", "narrow"]
@@ -64,7 +65,7 @@ class Strand:
     haste: float = 1.0
     row_step: int | None = None
     heads: int = 1
-    dealt: bool = False
+    dealt: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class KernelConfig:
                 "strands",
                 expected="no dealt strand where workers run two strands one after the other",
                 got=[strand.name for strand in self.strands if strand.dealt],
-                hint='set dealt=False, or combine="max"',
+                hint='set dealt=0, or combine="max"',
             )
 
     def step_times(self, strand: npt.NDArray[np.int64], rows: npt.NDArray[Any]) -> FloatArray:
@@ -157,6 +158,18 @@ class KernelConfig:
         return np.array([s.memory_time for s in self.strands])
 
     @cached_property
+    def dealt(self) -> npt.NDArray[np.bool_]:
+        """Whether bands of a strand may be dealt, ``[strands]``."""
+        return np.array([s.dealt > 0 for s in self.strands])
+
+    @cached_property
+    def core_times(self) -> FloatArray:
+        """Time for which a key step has the cores to itself, ``[strands]``."""
+        products = self.tile_rows * self.key_steps
+        times: FloatArray = products * (self.compute_times / products).min()
+        return times
+
+    @cached_property
     def split_times(self) -> FloatArray:
         """Time of a partial result, ``[strands]``."""
         return np.array([s.split_time for s in self.strands])
@@ -175,7 +188,11 @@ def total(values: FloatArray) -> FloatArray:
 
 
 def segment_times(segments: Segments, group_size: int, num_kv_heads: int, config: KernelConfig) -> FloatArray:
-    """Times ``[2, strands, segments]``, on a worker and on the memory bus, of all tiles and heads of a segment."""
+    """Times ``[3, strands, segments]`` of all tiles and heads of a segment.
+
+    On a worker; and on what strands that run side by side share: the memory bus, and the cores that multiply matrices.
+    These are taken to be as fast in each strand as in the one that uses them best, and to wait where an item begins.
+    """
     rows, tile_rows = segments.q_len * group_size, config.tile_rows[:, None]
     tiles = np.ceil(rows / tile_rows)
     keys: npt.NDArray[Any] = segments.kv_len
@@ -189,9 +206,12 @@ def segment_times(segments: Segments, group_size: int, num_kv_heads: int, config
     # All tiles are full but for the last.
     last = config.step_times(strand, rows - (tiles - 1) * tile_rows)
     of_steps = steps * ((tiles - 1) * config.step_times(strand, tile_rows) + last)
-    times = np.empty((2, *tiles.shape))
+    times = np.empty((3, *tiles.shape))
     np.multiply(num_kv_heads, tiles * config.item_times[:, None] + of_steps, out=times[0])
-    np.multiply(num_kv_heads, tiles * (steps * config.memory_times[:, None]), out=times[1])
+    reads = np.where(config.dealt[:, None], np.minimum(tiles, 1), tiles)
+    np.multiply(num_kv_heads, reads * (steps * config.memory_times[:, None]), out=times[1])
+    on_cores = config.item_times[:, None] + steps * config.core_times[:, None]
+    np.multiply(num_kv_heads, tiles * on_cores, out=times[2])
     return times
 
 
@@ -209,8 +229,8 @@ def place(
     """Put every segment on a strand.
 
     Strands that run one after the other share a worker's time, so each segment takes the strand that is faster for it.
-    Side by side the fullest of both strands and the memory bus that they share counts: segments in the order of how
-    much they prefer the first strand are divided where that is least.
+    Side by side the fullest of both strands, and of the memory bus and the cores that they share, counts: segments in
+    the order of how much they prefer the first strand are divided where that is least.
 
     Args:
         segments: the step's segments.
@@ -223,30 +243,29 @@ def place(
         ``(strand [segments], time)``, where ``time`` is the predicted makespan before any imbalance.
     """
     times = segment_times(segments, group_size, num_kv_heads, config)
-    totals, bus_totals = total(times)
-    if len(totals) == 1:
-        return np.zeros(len(segments), np.int64), float(totals[0]) / config.num_workers
+    totals = total(times)
+    if totals.shape[1] == 1:
+        return np.zeros(len(segments), np.int64), float(totals[0, 0]) / config.num_workers
     if config.combine in ("turns", "apart"):
         return _place_apart(times, config)
-    (first, second), bus = times
+    first, second = times[0]
+    shared = times[1:]
     strand = (second < first).astype(np.int64)
     count = int(strand.sum())
     if count in (0, len(strand)):  # all on one strand
-        load, least, on_bus = (
-            float(totals[1] * (count > 0)),
-            float(totals[int(count > 0)]),
-            float(bus_totals[int(count > 0)]),
-        )
+        of_all = totals[:, int(count > 0)]
+        load, least, on_shared = float(totals[0, 1] * (count > 0)), float(of_all[0]), float(of_all[1:].max())
     else:
         load = float(total(second * strand))  # of the second strand
-        least = load + float(totals[0] - total(first * strand))
-        on_bus = float(total(bus[1] * strand) + bus_totals[0] - total(bus[0] * strand))
+        least = load + float(totals[0, 0] - total(first * strand))
+        on_shared = float(total(np.where(strand, shared[:, 1], shared[:, 0])).max())
     if config.combine == "sum":
         return strand, least / config.num_workers
-    makespan = max(load, least - load, on_bus)
-    # No placement takes less than half of the least time on both strands, or than the least on the bus.
-    if not alone and max(least / 2, float(total(np.minimum(*bus)))) < WORTH_DIVIDING * makespan:
-        divided, time = _divide(first, second, bus)
+    makespan = max(load, least - load, on_shared)
+    # No placement takes less than half of the least time on both strands, or than the least on what they share.
+    least_shared = float(total(np.minimum(shared[:, 0], shared[:, 1])).max())
+    if not alone and max(least / 2, least_shared) < WORTH_DIVIDING * makespan:
+        divided, time = _divide(first, second, shared)
         # A second strand brings more cuts and merges than are counted here.
         if time < WORTH_DIVIDING * makespan:
             strand, makespan = divided, time
@@ -256,7 +275,7 @@ def place(
 def _place_apart(times: FloatArray, config: KernelConfig) -> tuple[npt.NDArray[np.int64], float]:
     """Every segment on the strand of which it takes the smaller part of the device."""
     device = times / config.workers[:, None]
-    (first, second), bus = device
+    (first, second), bus, _ = device
     strand = (second < first).astype(np.int64)
     alone = np.array([float(total(first * (1 - strand))), float(total(second * strand))])
     if config.combine == "turns":
@@ -304,12 +323,14 @@ def share_workers(config: KernelConfig, totals: FloatArray) -> npt.NDArray[np.in
     return np.rint(config.workers * _parts(config, totals / config.workers)).astype(np.int64)
 
 
-def _divide(first: FloatArray, second: FloatArray, bus: FloatArray) -> tuple[npt.NDArray[np.int64], float]:
+def _divide(first: FloatArray, second: FloatArray, shared: FloatArray) -> tuple[npt.NDArray[np.int64], float]:
     """Divide segments, in the order of how much they prefer the first strand, where the fullest side is least."""
     order = (first / np.maximum(second, 1e-9)).argsort(kind="stable")
-    before, bus_before = prefix_sums(first[order]), prefix_sums(bus[0, order])
-    after, bus_after = (sums[-1] - sums for sums in (prefix_sums(second[order]), prefix_sums(bus[1, order])))
-    fullest = np.maximum(np.maximum(before, after), bus_before + bus_after)
+    before, after = prefix_sums(first[order]), prefix_sums(second[order])
+    fullest = np.maximum(before, after[-1] - after)
+    for on_first, on_second in shared[:, :, order]:
+        before, after = prefix_sums(on_first), prefix_sums(on_second)
+        fullest = np.maximum(fullest, before + (after[-1] - after))
     count = int(fullest.argmin())
     strand = np.ones(len(order), np.int64)
     strand[order[:count]] = 0

@@ -13,7 +13,6 @@ __all__ = ["MOST_BANDS", "deal"]
 
 Int64Array = npt.NDArray[np.int64]
 
-MOST_DELAY = 1.1  # of the fullest worker, for keys that come from memory once
 MOST_BANDS = 128  # a worker; plans of more would take longer to make, and more room, than they are worth
 
 
@@ -27,7 +26,7 @@ def deal(line: Line, cuts: Int64Array) -> tuple[Line, Int64Array]:
     be merged.
 
     A strand stays as it is where it has more than ``MOST_BANDS`` bands a worker, and where dealing would make its
-    fullest worker more than ``MOST_DELAY`` times as full, unless the other strand takes longer beside it.
+    fullest worker more than ``Strand.dealt`` times as full, unless the other strand takes longer beside it.
 
     Args:
         line: tiles in the order of segments.
@@ -43,7 +42,7 @@ def deal(line: Line, cuts: Int64Array) -> tuple[Line, Int64Array]:
     shares = line.strand_times / workers
     for strand, count in enumerate(workers.tolist()):
         if config.strands[strand].dealt:
-            enough = MOST_DELAY * fullest(line, cuts[strand])
+            enough = config.strands[strand].dealt * fullest(line, cuts[strand])
             if config.combine == "max":
                 enough = max(enough, *shares)
             line, cuts = _deal_strand(line, cuts, strand, count, enough)

@@ -22,7 +22,7 @@ CONFIGS = {
     "hopper": lambda spec: hopper_configs(spec, 132),
     "triton": lambda spec: triton_configs(spec, H200),
     "dealt": lambda spec: [
-        KernelConfig("dealt", (Strand("wide", 16, 16, 1.0, 1.0, 1.0, 1.0, heads=2, dealt=True),), 5, "max")
+        KernelConfig("dealt", (Strand("wide", 16, 16, 1.0, 1.0, 1.0, 1.0, heads=2, dealt=1.1),), 5, "max")
     ],
 }
 

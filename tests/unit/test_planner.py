@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sennit.backends.hopper.configs import kernel_configs as hopper_configs
 from sennit.check.oracle import token_positions
 from sennit.errors import InvalidInput
 from sennit.plan.batch import Batch
@@ -27,7 +28,7 @@ HALF = replace(WIDE, workers=66)  # half as many workers, of an SM each
 CONFIGS = [
     *(KernelConfig(f"both-{combine}", (WIDE, NARROW), 132, combine) for combine in ("sum", "max")),
     *(KernelConfig(f"both-{combine}", (HALF, NARROW), 132, combine) for combine in ("turns", "apart")),
-    KernelConfig("dealt", (replace(WIDE, dealt=True), NARROW), 132, "max"),
+    KernelConfig("dealt", (replace(WIDE, dealt=1.1), replace(NARROW, dealt=1.0)), 132, "max"),
 ]
 SMALL_STRANDS = (
     Strand("wide", 8, 4, 1.0, 2.0, 1.0, 0.5, row_step=2),
@@ -38,7 +39,7 @@ SMALL = {
     "max": KernelConfig("small", SMALL_STRANDS, 7, "max"),
     "turns": KernelConfig("small", (replace(SMALL_STRANDS[0], workers=3), SMALL_STRANDS[1]), 7, "turns"),
     "apart": KernelConfig("small", (replace(SMALL_STRANDS[0], workers=4), SMALL_STRANDS[1]), 8, "apart"),
-    "dealt": KernelConfig("small", tuple(replace(strand, dealt=True) for strand in SMALL_STRANDS), 7, "max"),
+    "dealt": KernelConfig("small", tuple(replace(strand, dealt=1.1) for strand in SMALL_STRANDS), 7, "max"),
 }
 
 
@@ -296,8 +297,33 @@ def test_dealing_makes_no_step_more_than_a_tenth_longer():
 
 def test_strands_that_are_cut_together_cannot_be_dealt():
     with pytest.raises(InvalidInput, match=r"strands: expected no dealt strand .*, got \['wide'\]"):
-        KernelConfig("both", (replace(WIDE, dealt=True), NARROW), 132, "sum")
-    assert KernelConfig("one", (replace(WIDE, dealt=True),), 132, "sum").max_merges == 132
+        KernelConfig("both", (replace(WIDE, dealt=1.1), NARROW), 132, "sum")
+    assert KernelConfig("one", (replace(WIDE, dealt=1.1),), 132, "sum").max_merges == 132
+
+
+# Where workers deal whole tiles of a chunk, its keys are on the bus once; and rows that are moved to the other strand
+# still need the cores that both share.
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("64*1@8192", ["narrow"]),
+        ("64*4@4096", ["narrow"]),
+        ("8192@8192", ["wide"]),
+        ("4*2048@2048", ["wide"]),
+        ("2048@16384 + 64*1@16384", ["wide", "narrow"]),
+        ("2048@2048 + 128*1@2048", ["wide", "narrow"]),
+    ],
+)
+def test_a_step_takes_the_form_of_the_hopper_kernel_that_has_the_strands_it_needs(text, kinds):
+    plan = make_plan(
+        Batch.parse(text, page_size=16), spec=GQA, owner="test", backend="none", configs=hopper_configs(GQA, 132),
+        page_size=16, device=torch.device("cpu"),
+    )  # fmt: skip
+    config = plan.schedule.line.config
+    assert [strand.name for strand in config.strands] == kinds
+    if len(kinds) == 2:
+        prefills = plan.batch.q_lens >= 128
+        assert (prefills[plan.schedule.line.segment] == (plan.schedule.line.strand == 0)).all()
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -29,7 +29,8 @@ def random_strand(rng, name, heads, may_be_dealt):
     row_step = int(rng.choice([1, 4, rows])) if rng.random() < 0.5 else None
     haste = float(rng.choice([1.0, 1.7]))
     more = {"workers": workers, "haste": haste, "row_step": row_step, "heads": heads}
-    return Strand(name, rows, step, *times, **more, dealt=may_be_dealt and bool(rng.random() < 0.5))
+    dealt = float(rng.choice([0, 0, 1.0, 1.1, 2.0])) if may_be_dealt else 0.0
+    return Strand(name, rows, step, *times, **more, dealt=dealt)
 
 
 def random_config(rng, num_kv_heads):

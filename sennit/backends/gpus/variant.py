@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sennit.backends.base import Attend
+from sennit.jit.files import hash_bytes
 from sennit.plan.tensors import Header, PlanArrays
 
 __all__ = ["LayerVariant", "has_trees", "layer_facts"]
@@ -21,6 +25,8 @@ class LayerVariant:
         page_size: tokens a page; None: keys are packed rows.
         window_left, window_right, num_sink_tokens, logits_soft_cap: see ``AttentionSpec``.
         trees: segments may have token trees.
+        source: of the classes that tell kernels what follows from all this. Triton keeps kernels on disk by the code of
+            their functions and by these fields; of properties it knows nothing.
     """
 
     group_size: int
@@ -32,6 +38,15 @@ class LayerVariant:
     num_sink_tokens: int
     logits_soft_cap: float | None
     trees: bool
+    source: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", _source(type(self)))
+
+
+@cache
+def _source(kind: type) -> str:
+    return hash_bytes(b"".join(Path(inspect.getfile(of)).read_bytes() for of in kind.__mro__[:-1]))
 
 
 def layer_facts(launch: Attend) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,7 +22,9 @@ NUMBER_BYTES = 2
 BYTES = 36e3  # of scattered pages that are read in one
 FLOPS = 5.2e6  # of products, softmax included
 NARROW_FLOPS = 2.4e6
-WIDE_ITEM, NARROW_ITEM, WIDE_SPLIT, NARROW_SPLIT = 5.0, 1.3, 8.0, 0.5  # microseconds
+WIDE_ITEM, WIDE_ITEM_BESIDE, NARROW_ITEM = 3.0, 6.0, 1.0
+WIDE_SPLIT, NARROW_SPLIT = 11.0, 3.0
+WIDE_DELAY, NARROW_DELAY = 1.1, 1.0
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,9 @@ def kernel_configs(spec: AttentionSpec, num_workers: int) -> tuple[HopperConfig,
     if columns <= 128:
         wide = Tile(128, keys, _buffers(96, keys, columns), 208)
         for rows in NARROW_ROWS:
-            room = 80 if rows < NARROW_ROWS[-1] else 64  # queries and weights take more of it
-            configs.append(_config(spec, num_workers, wide, Tile(rows, 64, _buffers(room, 64, columns), 72)))
+            many = rows == NARROW_ROWS[-1]  # whose queries and weights take more memory, and sums more registers
+            narrow = Tile(rows, 64, _buffers(64 if many else 80, 64, columns), 88 if many else 72)
+            configs.append(_config(spec, num_workers, replace(wide, registers=200) if many else wide, narrow))
     configs.append(_config(spec, num_workers, Tile(128, keys, _buffers(128, keys, columns), 240), None))
     for rows in NARROW_ROWS:
         configs.append(_config(spec, num_workers, None, Tile(rows, 64, _buffers(160, 64, columns), 168)))
@@ -85,11 +88,11 @@ def _config(spec: AttentionSpec, num_workers: int, wide: Tile | None, narrow: Ti
                 "wide",
                 wide.rows,
                 wide.keys,
-                item_time=WIDE_ITEM,
+                item_time=WIDE_ITEM_BESIDE if narrow else WIDE_ITEM,
                 compute_time=alone * wide.rows * wide.keys * row / FLOPS,
                 memory_time=alone * wide.keys * key / BYTES,
                 split_time=WIDE_SPLIT,
-                dealt=True,
+                dealt=WIDE_DELAY,
             )
         )
     if narrow:
@@ -103,6 +106,7 @@ def _config(spec: AttentionSpec, num_workers: int, wide: Tile | None, narrow: Ti
                 compute_time=alone * 32 * narrow.keys * row / NARROW_FLOPS,
                 memory_time=alone * narrow.keys * key / BYTES,
                 split_time=NARROW_SPLIT + partial_rows * spec.head_dim_vo * 8 / BYTES,
+                dealt=NARROW_DELAY,
             )
         )
     name = "+".join(f"{tile.rows}x{tile.keys}b{tile.buffers}" for tile in (wide, narrow) if tile)

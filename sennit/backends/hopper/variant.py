@@ -75,12 +75,12 @@ class Variant(LayerVariant):
     @property
     def loader_registers(self) -> int:
         """Of a thread that loads."""
-        return 24 if self.boxes else 40
+        return 24 if self.boxes and self.wide and self.narrow else 40
 
     @property
     def wide_registers(self) -> int:
         """Of a thread that computes wide tiles: two groups of warps have less where those that load need more."""
-        return 0 if self.wide is None else self.wide.registers - (0 if self.boxes else 8)
+        return 0 if self.wide is None else self.wide.registers - (self.loader_registers - 24) // 2
 
     @property
     def ordered(self) -> bool:

@@ -216,5 +216,5 @@ def _strand(shape: Shape, spec: AttentionSpec, device: Device, *, narrow: bool) 
         split_time=SPLIT_TIME + partial_rows * spec.head_dim_vo * 8 / BYTES * share,
         workers=tile.residency * device.multiprocessors,
         haste=HASTE if narrow else 1.0,
-        dealt=not narrow,
+        dealt=0 if narrow else 1.1,
     )

@@ -28,9 +28,13 @@ inline double sum_of(const Times& values, const std::vector<int>& strand, int wa
   return total;
 }
 
-// Times of every segment on each strand: on a worker, and on the memory bus.
-inline void segment_times(const Segments& segments, const Config& config, const Options& options, Times (&worker)[2],
-                          Times (&bus)[2]) {
+// Times of every segment on each strand: on a worker, and on the memory bus and the cores that strands share.
+struct SegmentTimes {
+  Times worker[2], bus[2], cores[2];
+};
+
+inline SegmentTimes segment_times(const Segments& segments, const Config& config, const Options& options) {
+  SegmentTimes times;
   const int64_t count = segments.count;
   Times tiles[2];
   double most = 0;
@@ -41,9 +45,13 @@ inline void segment_times(const Segments& segments, const Config& config, const 
       most = std::max(most, tiles[s][i]);
     }
   }
+  double rate = INFINITY;  // of the strand that uses the cores best
+  for (int s = 0; s < config.num_strands; ++s)
+    rate = std::min(rate, config.strands[s].compute_time / double(config.strands[s].products()));
   for (int s = 0; s < config.num_strands; ++s) {
     const Strand& strand = config.strands[s];
-    worker[s].resize(count), bus[s].resize(count);
+    const double core_time = double(strand.products()) * rate;
+    for (Times* of : {&times.worker[s], &times.bus[s], &times.cores[s]}) of->resize(count);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t q_len = segments.q_len[i], kv_len = segments.kv_len[i];
       const bool causal = segments.causal[i] > 0;
@@ -61,10 +69,13 @@ inline void segment_times(const Segments& segments, const Config& config, const 
       const double tile_rows = double(strand.tile_rows), full = strand.step_time(tile_rows);
       const double last = strand.step_time(rows - (of_segment - 1) * tile_rows);
       const double of_steps = steps * ((of_segment - 1) * full + last), heads = double(options.num_heads);
-      worker[s][i] = heads * (of_segment * strand.item_time + of_steps);
-      bus[s][i] = heads * (of_segment * (steps * strand.memory_time));
+      times.worker[s][i] = heads * (of_segment * strand.item_time + of_steps);
+      const double reads = strand.dealt > 0 ? std::min(of_segment, 1.0) : of_segment;
+      times.bus[s][i] = heads * (reads * (steps * strand.memory_time));
+      times.cores[s][i] = heads * (of_segment * (strand.item_time + steps * core_time));
     }
   }
+  return times;
 }
 
 // Each strand's part of the device, such that both end together: of the two ways to round, the better one.
@@ -98,11 +109,19 @@ inline void share_workers(const Config& config, const double (&totals)[2], int64
   }
 }
 
-inline Placement place_apart(const Config& config, Times (&worker)[2], Times (&bus)[2]) {
+// What segments take of something that strands share, each on the strand that it is put on.
+inline double sum_placed(const Times (&times)[2], const std::vector<int>& strand) {
+  double total = 0;
+  for (size_t i = 0; i < strand.size(); ++i) total += times[strand[i]][i];
+  return total;
+}
+
+inline Placement place_apart(const Config& config, SegmentTimes& times) {
+  Times(&worker)[2] = times.worker;
   const size_t count = worker[0].size();
   for (int s = 0; s < 2; ++s) {
     for (double& time : worker[s]) time /= double(config.strands[s].workers);
-    for (double& time : bus[s]) time /= double(config.strands[s].workers);
+    for (double& time : times.bus[s]) time /= double(config.strands[s].workers);
   }
   Placement placed{std::vector<int>(count), 0};
   for (size_t i = 0; i < count; ++i) placed.strand[i] = worker[1][i] < worker[0][i];
@@ -116,14 +135,13 @@ inline Placement place_apart(const Config& config, Times (&worker)[2], Times (&b
   const bool both = alone[0] != 0 && alone[1] != 0;
   const double fullest = std::max(alone[0] / part[0] / (both ? config.strands[0].haste : 1.0),
                                   alone[1] / part[1] / (both ? config.strands[1].haste : 1.0));
-  double on_bus = 0;
-  for (size_t i = 0; i < count; ++i) on_bus += bus[placed.strand[i]][i];
-  placed.makespan = std::max(fullest, on_bus);
+  placed.makespan = std::max(fullest, sum_placed(times.bus, placed.strand));
   return placed;
 }
 
 // Segments in the order of how much they prefer the first strand, divided where the fullest side is least.
-inline Placement divide(const Times (&worker)[2], const Times (&bus)[2]) {
+inline Placement divide(const SegmentTimes& times) {
+  const Times(&worker)[2] = times.worker;
   const size_t count = worker[0].size();
   Times preference(count);
   for (size_t i = 0; i < count; ++i) preference[i] = worker[0][i] / std::max(worker[1][i], 1e-9);
@@ -135,12 +153,16 @@ inline Placement divide(const Times (&worker)[2], const Times (&bus)[2]) {
     for (size_t i = 0; i < count; ++i) sorted[i] = times[order[i]];
     return prefix_sums(sorted);
   };
-  const Times before = sums(worker[0]), bus_before = sums(bus[0]), second = sums(worker[1]), bus_second = sums(bus[1]);
+  const Times before = sums(worker[0]), second = sums(worker[1]);
+  const Times bus_before = sums(times.bus[0]), bus_second = sums(times.bus[1]);
+  const Times cores_before = sums(times.cores[0]), cores_second = sums(times.cores[1]);
   size_t best = 0;
   double least = INFINITY;
   for (size_t i = 0; i <= count; ++i) {
     const double sides = std::max(before[i], second[count] - second[i]);
-    const double fullest = std::max(sides, bus_before[i] + (bus_second[count] - bus_second[i]));
+    const double on_bus = bus_before[i] + (bus_second[count] - bus_second[i]);
+    const double on_cores = cores_before[i] + (cores_second[count] - cores_second[i]);
+    const double fullest = std::max(sides, std::max(on_bus, on_cores));
     if (fullest < least) least = fullest, best = i;
   }
   Placement placed{std::vector<int>(count, 1), least};
@@ -148,31 +170,36 @@ inline Placement divide(const Times (&worker)[2], const Times (&bus)[2]) {
   return placed;
 }
 
+// The least that segments take of something that strands share.
+inline double least_shared(const Times (&times)[2]) {
+  double total = 0;
+  for (size_t i = 0; i < times[0].size(); ++i) total += std::min(times[0][i], times[1][i]);
+  return total;
+}
+
 inline Placement place(const Segments& segments, const Config& config, const Options& options) {
-  Times worker[2], bus[2];
-  segment_times(segments, config, options, worker, bus);
+  SegmentTimes times = segment_times(segments, config, options);
+  const Times(&worker)[2] = times.worker;
   const double num_workers = double(config.num_workers);
   const size_t count = size_t(segments.count);
   if (config.num_strands == 1) return {std::vector<int>(count, 0), sum(worker[0]) / num_workers};
-  if (config.combine == kTurns || config.combine == kApart) return place_apart(config, worker, bus);
+  if (config.combine == kTurns || config.combine == kApart) return place_apart(config, times);
   std::vector<int> strand(count);
   for (size_t i = 0; i < count; ++i) strand[i] = worker[1][i] < worker[0][i];
   const size_t on_second = size_t(std::count(strand.begin(), strand.end(), 1));
-  double load, least, on_bus;  // load: of the second strand
+  double load, least;  // load: of the second strand
   if (on_second == 0 || on_second == count) {
-    const int all = on_second > 0;
-    load = all ? sum(worker[1]) : 0.0, least = sum(worker[all]), on_bus = sum(bus[all]);
+    load = on_second ? sum(worker[1]) : 0.0, least = sum(worker[on_second > 0]);
   } else {
     load = sum_of(worker[1], strand, 1);
     least = load + (sum(worker[0]) - sum_of(worker[0], strand, 1));
-    on_bus = sum_of(bus[1], strand, 1) + sum(bus[0]) - sum_of(bus[0], strand, 1);
   }
   if (config.combine == kSum) return {strand, least / num_workers};
-  double makespan = std::max(std::max(load, least - load), on_bus);
-  double least_on_bus = 0;
-  for (size_t i = 0; i < count; ++i) least_on_bus += std::min(bus[0][i], bus[1][i]);
-  if (!options.alone && std::max(least / 2, least_on_bus) < kWorthDividing * makespan) {
-    Placement divided = divide(worker, bus);
+  const double on_shared = std::max(sum_placed(times.bus, strand), sum_placed(times.cores, strand));
+  double makespan = std::max(std::max(load, least - load), on_shared);
+  const double no_less = std::max(least / 2, std::max(least_shared(times.bus), least_shared(times.cores)));
+  if (!options.alone && no_less < kWorthDividing * makespan) {
+    Placement divided = divide(times);
     if (divided.makespan < kWorthDividing * makespan) strand = divided.strand, makespan = divided.makespan;
   }
   return {strand, makespan / num_workers};

@@ -9,7 +9,6 @@
 
 namespace sennit {
 
-constexpr double kMostDelay = 1.1;
 constexpr int64_t kMostBands = 128;
 
 inline void deal_strand(Line& line, Units& cut, int strand, int64_t count, double enough) {
@@ -61,9 +60,9 @@ inline void deal(Line& line, std::vector<Units>& cuts) {
   line.share(totals, workers);
   for (int s = 0; s < config.num_strands; ++s) most = std::max(most, totals[s] / double(workers[s]));
   for (int s = 0; s < config.num_strands; ++s) {
-    if (!config.strands[s].dealt) continue;
+    if (config.strands[s].dealt == 0) continue;
     Units& cut = cuts[size_t(s)];
-    const double enough = kMostDelay * line.fullest(cut);
+    const double enough = config.strands[s].dealt * line.fullest(cut);
     deal_strand(line, cut, s, workers[s], config.combine == kMax ? std::max(enough, most) : enough);
   }
 }

@@ -21,8 +21,9 @@ enum Combine { kSum, kMax, kTurns, kApart };
 // See Strand in plan/cost.py.
 struct Strand {
   int64_t tile_rows, key_step, row_step, heads, workers;
-  double item_time, compute_time, memory_time, split_time, haste;
-  bool dealt;
+  double item_time, compute_time, memory_time, split_time, haste, dealt;
+
+  int64_t products() const { return tile_rows * key_step; }  // of a tile's rows and a step's keys
 
   // Time of a key step in a tile of so many rows: arithmetic and loads overlap.
   double step_time(double rows) const {

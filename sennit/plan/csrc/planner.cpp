@@ -19,7 +19,7 @@ Config read_config(const double* words) {
   for (int s = 0; s < config.num_strands; ++s) {
     const double* of = words + 3 + kStrandWords * s;
     config.strands[s] = {int64_t(of[0]), int64_t(of[1]), int64_t(of[2]), int64_t(of[3]), int64_t(of[4]), of[5],
-                         of[6],          of[7],          of[8],          of[9],          of[10] != 0};
+                         of[6],          of[7],          of[8],          of[9],          of[10]};
   }
   return config;
 }

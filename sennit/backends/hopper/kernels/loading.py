@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sennit.backends.gpus.kernels.plan import load_item, load_segment, worker_items
 from sennit.backends.hopper.kernels.names import as_shape, copy_box
 from sennit.backends.hopper.kernels.pauses import pause
-from sennit.backends.hopper.kernels.rows import PAGE_SLOTS, ask_pages, keep_pages, load_rows, publish_rows
+from sennit.backends.hopper.kernels.rows import PAGE_SLOTS, keep_pages, load_rows, publish_rows
 from sennit.backends.hopper.kernels.steps import plan_steps, step_at
 
 __all__ = ["load_strand"]
@@ -28,27 +28,39 @@ def load_queries(boxes, to, barrier, first_row, segment, item, kv_head, rows: gl
 
 
 @gluon.jit
-def row_of(key, end, kv_start, page_table, page_rows, variant: gl.constexpr):
-    """Where a box begins, in rows of the pool; before all of them where there is nothing, which is copied as zeros."""
+def ask_pages(step, kv_start, page_table, tile: gl.constexpr, variant: gl.constexpr):
+    """Page of every box of a step, or of every key where there are none, a lane each; -1 where there is nothing.
+
+    Packed keys lie in one page.
+    """
+    boxes: gl.constexpr = tile.keys // variant.box_rows
+    lanes: gl.constexpr = boxes if boxes > 32 else 32
+    keys = step[0] + variant.box_rows * gl.arange(0, lanes, gl.BlockedLayout([1], [32], [variant.loader_warps], [0]))
+    known = (keys < step[2]) & (keys < step[0] + tile.keys)
     if variant.page_size is None:
-        row = gl.where(key < end, kv_start + key, -variant.box_rows)
+        pages = gl.where(known, 0, -1)
     else:
-        page = gl.load(page_table + kv_start + key // variant.page_size, mask=key < end, other=-1)
-        row = gl.where(page >= 0, page * page_rows + key % variant.page_size, -variant.box_rows)
-    return row
+        pages = gl.load(page_table + kv_start + keys // variant.page_size, mask=known, other=-1)
+    return pages
 
 
 @gluon.jit
-def load_boxes(pool, to, full, step, kv_start, kv_head, page_table, tile: gl.constexpr, variant: gl.constexpr):
-    """Copy the keys, or the values, of a step: the copy engine counts bytes for ``full``."""
+def load_boxes(pool, to, full, pages, step, kv_start, kv_head, tile: gl.constexpr, variant: gl.constexpr):
+    """Copy the keys, or the values, of a step: the copy engine counts bytes for ``full``.
+
+    Boxes of which there is nothing begin before all rows of the pool, where there are zeros.
+    """
     boxes, page_rows, head_rows, head_columns = pool
+    lanes = gl.arange(0, pages.shape[0], pages.type.layout)
     mbarrier.expect(full, tile.keys * variant.columns * NUMBER_BYTES)
     for box in gl.static_range(tile.keys // variant.box_rows):
-        row = row_of(step[0] + box * variant.box_rows, step[2], kv_start, page_table, page_rows, variant)
-        copy_box(
-            boxes, [gl.where(row >= 0, row + kv_head * head_rows, row), kv_head * head_columns], full,
-            to.slice(box * variant.box_rows, variant.box_rows),
-        )  # fmt: skip
+        page = gl.sum(gl.where(lanes == box, pages, 0), 0)
+        key = step[0] + box * variant.box_rows
+        row = kv_start + key
+        if variant.page_size is not None:
+            row = page * page_rows + key % variant.page_size
+        row = gl.where(page >= 0, row + kv_head * head_rows, -variant.box_rows)
+        copy_box(boxes, [row, kv_head * head_columns], full, to.slice(box * variant.box_rows, variant.box_rows))
 
 
 @gluon.jit
@@ -82,26 +94,25 @@ def load_strand(
         kv_start = segment[3]
         steps = plan_steps(segment, item, tile.keys, variant)
         num_steps = steps[3]
+        pages = ask_pages(step_at(0, steps, tile.keys, variant), kv_start, page_table, tile, variant)
+        last_pages = pages
         if not variant.boxes:
-            pages = ask_pages(step_at(0, steps, tile.keys, variant), kv_start, page_table, tile, variant)
             keep_pages(pages, page_slots.index(turn % PAGE_SLOTS))
         for kv_head in range(item[3], item[3] + item[4]):
             for step in range(num_steps + 1):  # values follow a step behind their keys
                 here = step_at(step, steps, tile.keys, variant)
                 last = step_at(step - 1, steps, tile.keys, variant)
-                if not variant.boxes:  # behind the last step comes the first one of the next head
-                    next_step = gl.where(step < num_steps, step + 1, 0)
-                    pages = ask_pages(
-                        step_at(next_step, steps, tile.keys, variant), kv_start, page_table, tile, variant
-                    )  # fmt: skip
+                # Pages are asked for a step ahead; behind the last one comes the first one of the next head.
+                next_step = step_at(gl.where(step < num_steps, step + 1, 0), steps, tile.keys, variant)
+                next_pages = ask_pages(next_step, kv_start, page_table, tile, variant)
                 if step < num_steps:
                     to, there = wait_for_room(ring, number, tile, variant)
                     number += 1
                     if variant.boxes:
-                        load_boxes(k, to, there, here, kv_start, kv_head, page_table, tile, variant)
+                        load_boxes(k, to, there, pages, here, kv_start, kv_head, tile, variant)
                     else:
-                        known = page_slots.index(turn % PAGE_SLOTS)
-                        load_rows(k, to, known, here, kv_start, kv_head, variant.dim_qk, tile, variant)
+                        slot = page_slots.index(turn % PAGE_SLOTS)
+                        load_rows(k, to, slot, here, kv_start, kv_head, variant.dim_qk, tile, variant)
                         told = publish_rows(told, number, ahead, full, tile)
                 if step == 0:
                     if variant.query_boxes:
@@ -119,12 +130,14 @@ def load_strand(
                     to, there = wait_for_room(ring, number, tile, variant)
                     number += 1
                     if variant.boxes:
-                        load_boxes(v, to, there, last, kv_start, kv_head, page_table, tile, variant)
+                        load_boxes(v, to, there, last_pages, last, kv_start, kv_head, tile, variant)
                     else:
-                        known = page_slots.index((turn + PAGE_SLOTS - 1) % PAGE_SLOTS)
-                        load_rows(v, to, known, last, kv_start, kv_head, variant.dim_vo, tile, variant)
+                        slot = page_slots.index((turn + PAGE_SLOTS - 1) % PAGE_SLOTS)
+                        load_rows(v, to, slot, last, kv_start, kv_head, variant.dim_vo, tile, variant)
                         told = publish_rows(told, number, ahead, full, tile)
                 turn += 1
+                last_pages = pages
+                pages = next_pages
                 if not variant.boxes:
                     keep_pages(pages, page_slots.index(turn % PAGE_SLOTS))
     if not variant.boxes:

@@ -8,22 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from sennit.backends.hopper.kernels.buffers import row_major
 from sennit.backends.hopper.kernels.names import copy_rows, synchronize
 
-__all__ = ["PAGE_SLOTS", "ask_pages", "keep_pages", "load_rows", "publish_rows"]
+__all__ = ["PAGE_SLOTS", "keep_pages", "load_rows", "publish_rows"]
 
 PAGE_SLOTS = gl.constexpr(4)  # of values, a step behind their keys; of keys; and of those to come; a power of two
 GATHERED = gl.constexpr(16)  # rows at once
-
-
-@gluon.jit
-def ask_pages(step, kv_start, page_table, tile: gl.constexpr, variant: gl.constexpr):
-    """Page of every key of a step, -1 where there is none; packed keys lie in one page."""
-    keys = step[0] + gl.arange(0, tile.keys, gl.BlockedLayout([1], [32], [variant.loader_warps], [0]))
-    known = keys < step[2]
-    if variant.page_size is None:
-        pages = gl.where(known, 0, -1)
-    else:
-        pages = gl.load(page_table + kv_start + keys // variant.page_size, mask=known, other=-1)
-    return pages
 
 
 @gluon.jit
