@@ -7,23 +7,21 @@ printed times are what the constants in the backend's ``configs`` or ``costs`` s
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
+import typer
+from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 
 from sennit import AttentionSpec
 from sennit.bench.host import describe_host
-from sennit.bench.items import ItemTimes, fitted_times, measure_items
-from sennit.bench.planning import strand_times
+from sennit.bench.items import ItemTimes, compared_times, measure_items
+from sennit.cli.output import check_files, console, errors_in_words, progress_between, write_json
 from sennit.device import resolve_device
-from sennit.errors import SennitError
 
 BATCHES = {
     "wide": ("8192@8192", "2048@16384", "4*2048@2048", "300@9000"),
@@ -31,15 +29,15 @@ BATCHES = {
     "both": ("2048@2048 + 128*1@2048", "4096@4096 + 128*1@8192", "1024@12288 + 80*1@12288"),
 }
 SMALL = {"wide": ("500@900", "300@400"), "narrow": ("40*1@700", "9*2@2000"), "both": ("300@900 + 30*1@700",)}
-NAMES = ("item and head", "key step", "partial result")
 
 
 def main() -> None:
     """Measure, print, and write what was found; or say what is wrong."""
     try:
-        _main()
-    except SennitError as error:
-        sys.exit(f"error: {error}")
+        with errors_in_words():
+            _main()
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
 
 
 def _main() -> None:
@@ -48,48 +46,42 @@ def _main() -> None:
     parser.add_argument("--small", action="store_true", help="batches that reference-items can run")
     parser.add_argument("--out", type=Path, help="write the times to this file, as JSON")
     options = parser.parse_args()
+    check_files({"--out": options.out})
     device = resolve_device("cuda" if torch.cuda.is_available() else "cpu")
     heads = (4, 2) if options.small else (32, 8)
     spec = AttentionSpec(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=torch.bfloat16)
     batches = SMALL if options.small else BATCHES
     listed = [(kind, batch) for kind, texts in batches.items() for batch in texts]
     found: dict[tuple[str, str], list[ItemTimes]] = defaultdict(list)
-    for kind, batch in track(listed, "measuring", console=Console(stderr=True)):
-        times = measure_items(batch, spec, backend=options.backend, device=device, page_size=16)
-        found[kind, times.plan.config.name].append(times)
-    fits = [_fit(kind, times) for (kind, _), times in found.items()]
-    Console().print(_table(fits))
-    if options.out:
+    with progress_between(TextColumn("measuring {task.description}", markup=False), BarColumn()) as bar:
+        task = bar.add_task("", total=len(listed))
+        for kind, batch in listed:
+            bar.update(task, description=batch, refresh=True)
+            times = measure_items(batch, spec, backend=options.backend, device=device, page_size=16)
+            found[kind, times.plan.config.name].append(times)
+            bar.update(task, advance=1, refresh=True)
+    fits = [
+        {
+            "kind": kind,
+            "configuration": configuration,
+            "batches": [str(each.plan.batch) for each in times],
+            "strands": compared_times(times),
+        }
+        for (kind, configuration), times in found.items()
+    ]
+    console().print(_table(fits))
+    if options.out is not None:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        record = describe_host() | {"gpu": gpu, "fits": fits}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _fit(kind: str, times: list[ItemTimes]) -> dict[str, Any]:
-    config = times[0].plan.config
-    rows = zip(config.strands, strand_times(config).tolist(), fitted_times(times), strict=True)
-    return {
-        "kind": kind,
-        "configuration": config.name,
-        "batches": [str(each.plan.batch) for each in times],
-        "strands": {
-            strand.name: {
-                "planned_us": dict(zip(NAMES, planned, strict=True)),
-                "measured_us": dict(zip(NAMES, fitted, strict=True)),
-            }
-            for strand, planned, fitted in rows
-        },
-    }
+        write_json(describe_host() | {"gpu": gpu, "fits": fits}, options.out)
 
 
 def _table(fits: list[dict[str, Any]]) -> Table:
     made = Table("batches", "configuration", "strand", "of", "planned us", "measured us")
     for fit in fits:
         for strand, times in fit["strands"].items():
-            for name in NAMES:
+            for name, planned in times["planned_us"].items():
                 measured = times["measured_us"][name]
                 if measured is not None:
-                    planned = times["planned_us"][name]
                     made.add_row(fit["kind"], fit["configuration"], strand, name, f"{planned:.3f}", f"{measured:.3f}")
     return made
 

@@ -20,7 +20,6 @@ __all__ = [
     "library_dir",
     "model_dir",
     "triton_interpreted",
-    "unfinished",
 ]
 
 CPU_ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "neon", "generic")
@@ -112,8 +111,3 @@ def cxx_flags() -> tuple[str, ...]:
 def triton_interpreted() -> bool:
     """Whether ``TRITON_INTERPRET``, one of Triton's own variables, makes it run kernels in its interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-
-
-def unfinished() -> bool:
-    """Whether ``SENNIT_UNFINISHED=1`` lets backends run that are not finished."""
-    return os.environ.get("SENNIT_UNFINISHED") == "1"

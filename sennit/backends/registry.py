@@ -28,7 +28,7 @@ BUILT_IN = {
     "reference-items": "sennit.backends.reference:ITEMS_BACKEND",
     "triton": "sennit.backends.triton:BACKEND",
 }
-AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("hopper", "triton", "reference")}
 ENTRY_POINTS = "sennit.backends"
 SLOWER = "10 to 100 times slower"
 PACKAGE = str(Path(__file__).parents[1]) + os.sep

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sennit.attention import BatchAttention
-from sennit.bench.planning import item_counts, item_strands
+from sennit.bench.planning import item_counts, item_strands, strand_times
+from sennit.bench.tensors import check_memory
 from sennit.ops import measuring_items
 from sennit.plan.batch import Batch
 from sennit.plan.cost import FloatArray
@@ -18,10 +20,12 @@ from sennit.plan.plan import Plan
 from sennit.plan.tensors import PlanArrays
 from sennit.spec import AttentionSpec
 
-__all__ = ["ItemTimes", "fitted_times", "measure_items"]
+__all__ = ["ItemTimes", "compared_times", "fitted_times", "measure_items"]
 
+PARTS = ("item and head", "key step", "partial result")  # that `item_counts` counts
 LAUNCHES = 7  # of which the one of median length is taken
 FEWEST_SEEN = 8  # items that have something, from which its time can be told
+TOO_ALIKE = "its items differ too little"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +55,16 @@ class ItemTimes:
         return loads
 
 
-def measure_items(batch: str, spec: AttentionSpec, *, backend: str, device: torch.device, page_size: int) -> ItemTimes:
+def measure_items(
+    batch: str,
+    spec: AttentionSpec,
+    *,
+    backend: str,
+    device: torch.device,
+    page_size: int,
+    causal: bool = True,
+    split_size: int | None = None,
+) -> ItemTimes:
     """Run a batch, of random keys in shuffled pages, and see when its items begin and end.
 
     Args:
@@ -60,8 +73,10 @@ def measure_items(batch: str, spec: AttentionSpec, *, backend: str, device: torc
         backend: one that can tell.
         device: where it runs.
         page_size: tokens a page.
+        causal, split_size: see :meth:`~sennit.BatchAttention.plan`.
 
     Raises:
+        InvalidInput: the text is not a batch, or the host's memory is too small for its tensors.
         UnsupportedFeature: the backend cannot tell when items run, or does not take the layer.
     """
     attn = BatchAttention(spec, page_size=page_size, device=device, backend=backend)
@@ -74,8 +89,11 @@ def measure_items(batch: str, spec: AttentionSpec, *, backend: str, device: torc
             kv_lens=lengths.kv_lens,
             kv_indptr=np.append(0, np.cumsum(pages)),
             kv_indices=shuffled,
-        )
+        ),
+        causal=causal,
+        split_size=split_size,
     )
+    check_memory(spec, plan.num_rows, len(shuffled) * page_size, device)
     shape = max(len(shuffled), 1), page_size, spec.num_kv_heads
     k = torch.randn(*shape, spec.head_dim_qk, dtype=spec.kv_dtype, device=device)
     v = torch.randn(*shape, spec.head_dim_vo, dtype=spec.kv_dtype, device=device)
@@ -104,13 +122,41 @@ def fitted_times(found: Sequence[ItemTimes]) -> list[list[float | None]]:
         A row a strand: microseconds of an item and head, of a key step, of a partial result; None where too few items
         have it, or where it cannot be told from the others.
     """
+    return [_fit(counts, durations) for counts, durations in _by_strand(found)]
+
+
+def compared_times(found: Sequence[ItemTimes]) -> dict[str, dict[str, Any]]:
+    """Times of each strand's items, planned beside :func:`fitted_times`, in values that JSON has.
+
+    Returns:
+        For the name of a strand, ``planned_us`` and ``measured_us`` with a number for each of :data:`PARTS`, and
+        ``untold`` with the reason for each that is None.
+    """
+    config = found[0].plan.config
+    rows = zip(config.strands, strand_times(config).tolist(), _by_strand(found), strict=True)
+    compared: dict[str, dict[str, Any]] = {}
+    for strand, planned, (counts, durations) in rows:
+        seen = (counts > 0).sum(axis=1).tolist()
+        measured = dict(zip(PARTS, _fit(counts, durations), strict=True))
+        compared[strand.name] = {
+            "planned_us": dict(zip(PARTS, planned, strict=True)),
+            "measured_us": measured,
+            "untold": {
+                part: f"{count} of the {FEWEST_SEEN} items needed" if count < FEWEST_SEEN else TOO_ALIKE
+                for part, count in zip(PARTS, seen, strict=True)
+                if measured[part] is None
+            },
+        }
+    return compared
+
+
+def _by_strand(found: Sequence[ItemTimes]) -> list[tuple[FloatArray, FloatArray]]:
+    """Counts ``[3, items]`` and microseconds ``[items]`` of each strand's items."""
     counts = np.concatenate([item_counts(times.plan) for times in found], axis=1)
     strands = np.concatenate([item_strands(times.plan) for times in found])
     durations = np.concatenate([times.end - times.start for times in found])
-    return [
-        _fit(counts[:, strands == strand], durations[strands == strand])
-        for strand in range(len(found[0].plan.config.strands))
-    ]
+    chosen = [strands == strand for strand in range(len(found[0].plan.config.strands))]
+    return [(counts[:, each], durations[each]) for each in chosen]
 
 
 def _fit(counts: FloatArray, durations: FloatArray) -> list[float | None]:

@@ -70,8 +70,14 @@ def measure(text: str, *, device: torch.device, backend: str = "auto", repeat: i
     if repeat < 1:
         raise InvalidInput("repeat", expected="a positive number of steps", got=repeat)
     q_lens, kv_lens = parse_lengths(text)
-    if not q_lens or any(not 0 < q_len <= kv_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True)):
-        raise InvalidInput("batch", expected="requests whose new tokens are among those that are stored", got=text)
+    if not q_lens:
+        raise InvalidInput("batch", expected="at least one request", got=repr(text), hint="write 128*1@1024")
+    for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
+        if not 0 < q_len <= kv_len:
+            raise InvalidInput(
+                "batch", expected="requests of at least one new token, and no more than are visible",
+                got=f"{q_len}@{kv_len} in {text!r}",
+            )  # fmt: skip
     subject = _Subject.of(q_lens, kv_lens, device, backend)
     check = subject.checked()
     with no_garbage_collection():

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from sennit.cache.capacity import format_bytes, free_bytes
 from sennit.cache.memory import allocate
 from sennit.check.functions import Functions
 from sennit.check.problems import Problem, common_rules
+from sennit.errors import InvalidInput
 from sennit.plan.batch import Batch
 from sennit.pools import KVLayout, nhd_views, split_pools
 from sennit.spec import AttentionSpec
 
-__all__ = ["as_pool", "make_tensors"]
+__all__ = ["as_pool", "check_memory", "make_tensors"]
 
 SPARE = 8  # one page in so many is nobody's
 
@@ -34,7 +36,11 @@ def make_tensors(
     """A causal problem over shuffled pages, with NaN in slots that no request owns; the same numbers every time.
 
     Pages are in the memory that a :class:`sennit.KVCache` would take for them.
+
+    Raises:
+        InvalidInput: the host's memory is too small for them.
     """
+    check_memory(spec, sum(q_lens), 2 * sum(kv_lens), device)  # every key in a page, and in a tensor to check with
     if functions is not None:
         spec = spec.replace(score_mod=functions.score_mod, mask_mod=functions.mask_mod)
     generator = torch.Generator(device).manual_seed(0)
@@ -74,6 +80,22 @@ def make_tensors(
         rules=[replace(common, request=request) for request in range(len(q_lens))],
         run_options=run_options,
     )
+
+
+def check_memory(spec: AttentionSpec, rows: int, keys: int, device: torch.device) -> None:
+    """Refuse queries and keys that the host has no memory for: it may end the process that asks, and not say no.
+
+    Raises:
+        InvalidInput: they are more than is free.
+    """
+    key_dim = spec.head_dim_qk + (0 if spec.latent else spec.head_dim_vo)
+    size = rows * spec.num_qo_heads * spec.head_dim_qk * spec.dtype.itemsize
+    size += keys * spec.num_kv_heads * key_dim * spec.kv_dtype.itemsize
+    if device.type == "cpu" and size > (free := free_bytes(device)):
+        raise InvalidInput(
+            "batch", expected=f"tensors that fit into the free memory, {format_bytes(free)}", got=format_bytes(size),
+            hint="ask for a smaller batch",
+        )  # fmt: skip
 
 
 def _fill_pools(

@@ -133,9 +133,18 @@ def choose_workloads(wanted: Sequence[str], named: Sequence[Workload] = CPU_WORK
         found = [_own(text)] if "@" in text else [w for w in named if fnmatchcase(w.name, text)]
         if not found:
             names = ", ".join(dict.fromkeys(w.name if w.usual else "sweep-*" for w in named))
-            raise InvalidInput("workload", expected=f"one of {names}, or a batch such as 8*1@8192", got=repr(text))
+            expected = f"one of {names}, or a batch such as 8*1@8192"
+            raise InvalidInput("workload", expected=expected, got=repr(text), hint=_whose(text))
         chosen |= {workload.name: workload for workload in found}
     return list(chosen.values())
+
+
+def _whose(text: str) -> str:
+    """What kind of device has workloads of that name, if one has."""
+    for kind, device, workloads in (("CPUs", "cpu", CPU_WORKLOADS), ("GPUs", "cuda", GPU_WORKLOADS)):
+        if any(fnmatchcase(workload.name, text) for workload in workloads):
+            return f"that is for {kind}: --device {device}"
+    return ""
 
 
 def _own(batch: str) -> Workload:

@@ -190,7 +190,7 @@ class _Run:
     def write(self) -> None:
         """The record, where there is a file for it."""
         if self.out is not None:
-            write_json(self.record, self.out)
+            write_json(self.record, self.out, last=self.finished)
 
     @property
     def record(self) -> dict[str, Any]:

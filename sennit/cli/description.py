@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sennit.bench.items import ItemTimes, fitted_times
+from sennit.bench.items import ItemTimes, compared_times
 from sennit.bench.planning import imbalance, item_counts, item_strands, strand_times
 from sennit.plan.plan import Plan
 from sennit.plan.schedule import Item, Merge
@@ -60,20 +60,11 @@ def describe(plan: Plan, *, causal: bool) -> dict[str, Any]:
 
 def describe_measured(times: ItemTimes) -> dict[str, Any]:
     """What :func:`describe` predicts, as it was measured, and the times of items that fit it."""
-    config = times.plan.config
-    names = "item and head", "key step", "partial result"
-    strands = zip(config.strands, strand_times(config).tolist(), fitted_times([times]), strict=True)
+    compared = compared_times([times])
     return {
         "makespan_us": times.makespan,
-        "loads_us": dict(zip((strand.name for strand in config.strands), times.loads.tolist(), strict=True)),
-        "strands": [
-            {
-                "name": strand.name,
-                "planned_us": dict(zip(names, planned, strict=True)),
-                "measured_us": dict(zip(names, fitted, strict=True)),
-            }
-            for strand, planned, fitted in strands
-        ],
+        "loads_us": dict(zip(compared, times.loads.tolist(), strict=True)),
+        "strands": [{"name": name} | found for name, found in compared.items()],
         "start_us": times.start.tolist(),
         "end_us": times.end.tolist(),
     }

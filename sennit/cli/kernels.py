@@ -55,8 +55,8 @@ def kernels(
         raise InvalidInput(
             "--only", expected="a pattern that some layer's whole name matches", got=repr(only), hint="such as 'bf16*'"
         )
-    names = list(dict.fromkeys(name.strip() for name in architecture.split(",")))
-    for name in names:
+    names = list(dict.fromkeys(name.strip() for name in architecture.split(",") if name.strip()))
+    for name in names or [architecture]:
         if name not in ARCHITECTURES:
             raise InvalidInput("--arch", expected="some of " + ", ".join(ARCHITECTURES), got=repr(name))
     with progress_between(TextColumn("compiling"), BarColumn(), MofNCompleteColumn()) as bar:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,12 +20,15 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from sennit.errors import InvalidInput
+
 __all__ = [
     "INTERRUPTED",
     "check_files",
     "command_group",
     "console",
     "error_console",
+    "errors_in_words",
     "fail",
     "format_bytes",
     "gauge",
@@ -35,6 +40,7 @@ __all__ = [
 ]
 
 USAGE_ERROR, INTERRUPTED = 2, 130
+ASKED = re.compile(r"allocate ([0-9.]+ (?:bytes|[KMGT]iB))")  # in the words of PyTorch and NumPy
 
 
 class Commands(TyperGroup):
@@ -42,23 +48,66 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
-        from sennit.errors import SennitError
+        from sennit.errors import InvalidInput
 
-        try:
-            with warnings.catch_warnings():
-                warnings.showwarning = _show_warning
+        with errors_in_words():
+            try:
                 return super().invoke(ctx)
-        except SennitError as error:
-            fail(str(error))
-        except BrokenPipeError:
+            except InvalidInput as error:
+                raise self._as_typed(ctx, error) from error
+
+    def _as_typed(self, ctx: Any, error: InvalidInput) -> InvalidInput:
+        """The error, about the option that the user typed where it is about the parameter that the option became."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        options = {each.name: each.opts[0] for each in command.params if each.opts} if command else {}
+        option = options.get(error.argument, "")
+        if not option.startswith("-"):
+            return error
+        return type(error)(option, expected=error.expected, got=error.got, hint=error.hint)
+
+
+@contextmanager
+def errors_in_words() -> Iterator[None]:
+    """End with a line and an exit code, not with a traceback, what a user or the machine is at fault for.
+
+    Raises:
+        typer.Exit: the line has been printed.
+    """
+    from sennit.errors import SennitError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
+    except SennitError as error:
+        fail(str(error))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        fail(f"{error.filename or 'output'}: {error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        if (where := _lacking_memory(error)) is None:
             raise
-        except OSError as error:
-            fail(f"{error.filename or 'output'}: {error.strerror or error}")
-        except MemoryError:
-            fail("this machine has too little memory for that")
-        except KeyboardInterrupt:
-            error_console().print("stopped", style="red")
-            raise typer.Exit(INTERRUPTED) from None
+        asked = ASKED.search(str(error))
+        fail(
+            f"{where} has too little memory for that"
+            + (f": {asked[1]} could not be had" if asked else "")
+            + "; ask for a smaller batch"
+        )
+    except KeyboardInterrupt:
+        error_console().print("stopped", style="red")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _lacking_memory(error: Exception) -> str | None:
+    """What had too little memory, if the error is about that: PyTorch has no type for it on a CPU."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error):
+        return "the GPU"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return "this machine"
+    return None
 
 
 def command_group(**options: Any) -> typer.Typer:
@@ -120,28 +169,62 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
-def write_json(value: object, path: Path) -> None:
-    """Write a value to a file as :func:`print_json` prints it; at no time does a file hold half of it."""
+def write_json(value: object, path: Path, *, last: bool = True) -> None:
+    """Write a value to a file as :func:`print_json` prints it; at no time does a file hold half of it.
+
+    Args:
+        value: what to write.
+        path: the file; where it is a symbolic link, the file that this leads to.
+        last: the value is printed where it cannot be written. If it is not the last, another will be written, and
+            nothing is said then.
+
+    Raises:
+        OSError: the last value could not be written.
+    """
+    from sennit.jit.files import write_atomically
+
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    if path.exists() and not path.is_file():  # a pipe, or /dev/null
-        path.write_text(text)
-        return
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
+    try:
+        if _is_special(path):
+            path.write_text(text)
+        else:
+            write_atomically(_target(path), text)
+    except OSError as error:
+        if last:
+            typer.echo(text, nl=False)
+            reason = f"{error.strerror or error}; what should be in it is on standard output"
+            raise OSError(error.errno, reason, str(path)) from error
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is a pipe or a device, such as ``/dev/null``."""
+    return path.exists() and not path.is_file()
+
+
+def _target(path: Path) -> Path:
+    """The file that is written where ``path`` is asked for."""
+    return Path(os.path.realpath(path))
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:
     """Refuse, before a long run, what could not be written after it: ``{option: file, or None where there is none}``.
 
     Raises:
-        InvalidInput: a file's folder does not exist, or it is a folder itself.
+        InvalidInput: a file's folder does not exist or cannot be written, or it is a folder itself.
     """
     from sennit.errors import InvalidInput
 
     for option, path in files.items():
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise InvalidInput(option, expected="a file in an existing folder", got=str(path))
+        if path is None:
+            continue
+        if path.is_dir():
+            got = "the current folder" if path == Path() else f"the folder {path}"  # an empty name is the former
+            raise InvalidInput(option, expected="a file", got=got, hint="add the file's name")
+        folder = _target(path).parent
+        if not folder.is_dir():
+            raise InvalidInput(option, expected="a file in an existing folder", got=str(path), hint=f"make {folder}")
+        if not os.access(path if _is_special(path) else folder, os.W_OK):
+            raise InvalidInput(option, expected="a file that may be written", got=str(path), hint="choose another")
 
 
 def table(title: str, *columns: str) -> Table:

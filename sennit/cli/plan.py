@@ -12,9 +12,9 @@ from sennit.cli.output import console, print_json, table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from rich.table import Table
 
-    from sennit.bench.items import ItemTimes
     from sennit.cli.bars import WorkerBars
     from sennit.plan.cost import KernelConfig
     from sennit.plan.plan import Plan
@@ -76,17 +76,23 @@ def plan(
     With --measure the backend runs the batch and tells when each item began and ended:
     sennit plan "300@900 + 20*1@700" --backend reference-items --measure
     """
+    from sennit.backends import registry
+    from sennit.bench.items import measure_items
     from sennit.cli.description import describe, describe_measured
-    from sennit.plan.batch import Batch
 
     spec = _spec(heads, head_dim).replace(window_left=window_left, num_sink_tokens=sink_tokens)
-    parsed = Batch.parse(batch, page_size=page_size)
-    configs = _example(workers, combine) if backend is None else _offered(backend, spec, workers, combine)
-    made = _make(parsed, spec, configs, backend or "example", page_size, causal, split_size)
-    described = describe(made, causal=causal)
-    if measure:
-        given = {"--split-size": split_size, "--no-causal": None if causal else True}
-        described["measured"] = describe_measured(_measured(batch, spec, backend, page_size, given))
+    options: dict[str, Any] = {"page_size": page_size, "causal": causal, "split_size": split_size}
+    _check_options(backend, measure=measure, workers=workers, combine=combine)
+    if backend is None:
+        described = describe(_make(batch, spec, "example", _example(workers, combine), options), causal=causal)
+    else:
+        name, device = _offering(backend, spec)
+        if measure:
+            times = measure_items(batch, spec, backend=name, device=device, **options)
+            described = describe(times.plan, causal=causal) | {"measured": describe_measured(times)}
+        else:
+            configs = registry.load(name).configs(spec, device)
+            described = describe(_make(batch, spec, name, configs, options), causal=causal)
     if as_json:
         print_json(described)
     else:
@@ -124,70 +130,56 @@ def _example(workers: int | None, combine: Combine | None) -> Sequence[KernelCon
     return (example_config(workers or 132, (combine or Combine.MAX).value),)
 
 
-def _offered(backend: str, spec: AttentionSpec, workers: int | None, combine: Combine | None) -> Sequence[KernelConfig]:
-    """Configurations of a backend, for the GPU of this machine if it runs there."""
+def _check_options(backend: str | None, *, measure: bool, workers: int | None, combine: Combine | None) -> None:
+    """Refuse what means nothing with a backend, or without one."""
+    from sennit.errors import InvalidInput
+
+    if backend is None:
+        if measure:
+            raise InvalidInput("--measure", expected="--backend beside it: the example is of no machine", got="none")
+        return
+    for option, value in (("--workers", workers), ("--combine", combine and combine.value)):
+        if value is not None:
+            raise InvalidInput(option, expected="nothing beside --backend, which has its own", got=value)
+
+
+def _offering(backend: str, spec: AttentionSpec) -> tuple[str, torch.device]:
+    """Name of the backend that takes a layer, and where: on the GPU of this machine if it runs there."""
     import torch
 
     from sennit.backends import registry
     from sennit.device import resolve_device
-    from sennit.errors import BackendUnavailable, InvalidInput
+    from sennit.errors import BackendUnavailable
 
-    for option, value in (("--workers", workers), ("--combine", combine)):
-        if value is not None:
-            raise InvalidInput(option, expected="nothing beside --backend, which has its own", got=value)
-    devices = dict.fromkeys([resolve_device(None), torch.device("cpu")])
-    tried = {device: registry.examine(backend, spec, frozenset({"paged"}), device).support for device in devices}
-    for device, support in tried.items():
-        if support.accepted:
-            return registry.load(backend).configs(spec, device)
-    reasons = "; ".join(f"{device}: {support.reason}" for device, support in tried.items())
+    reasons = []
+    for device in dict.fromkeys([resolve_device(None), torch.device("cpu")]):
+        for name in registry.candidates(backend, device):
+            support = registry.examine(name, spec, frozenset({"paged"}), device).support
+            if support.accepted:
+                return name, device
+            reasons.append(f"{name} on {device}: {support.reason}")
     hint = "without --backend an H200 is planned for, which need not be here"
-    raise BackendUnavailable(f"backend {backend!r} has no configurations for this here ({reasons}); {hint}")
+    raise BackendUnavailable(f"backend {backend!r} has no configurations for this here ({'; '.join(reasons)}); {hint}")
 
 
 def _make(
-    batch: Any,
-    spec: AttentionSpec,
-    configs: Sequence[KernelConfig],
-    backend: str,
-    page_size: int,
-    causal: bool,
-    split_size: int | None,
+    batch: str, spec: AttentionSpec, backend: str, configs: Sequence[KernelConfig], options: dict[str, Any]
 ) -> Plan:
     import torch
 
+    from sennit.plan.batch import Batch
     from sennit.plan.plan import make_plan
 
+    parsed = Batch.parse(batch, page_size=options["page_size"])
     return make_plan(
-        batch,
+        parsed,
         spec=spec,
         owner="sennit plan",
         backend=backend,
         configs=configs,
-        page_size=page_size,
         device=torch.device("cpu"),
-        causal=causal,
-        split_size=split_size,
+        **options,
     )
-
-
-def _measured(batch: str, spec: AttentionSpec, backend: str | None, page_size: int, given: dict[str, Any]) -> ItemTimes:
-    import torch
-
-    from sennit.backends import registry
-    from sennit.bench.items import measure_items
-    from sennit.device import resolve_device
-    from sennit.errors import InvalidInput
-
-    if backend is None:
-        raise InvalidInput("--measure", expected="--backend beside it: the example is of no machine", got="none")
-    for option, value in given.items():
-        if value is not None:
-            raise InvalidInput(option, expected="nothing beside --measure", got=value)
-    device = resolve_device(None)
-    if not registry.examine(backend, spec, frozenset({"paged"}), device).support.accepted:
-        device = torch.device("cpu")
-    return measure_items(batch, spec, backend=backend, device=device, page_size=page_size)
 
 
 def _print(described: dict[str, Any]) -> None:
@@ -215,7 +207,8 @@ def _print_measured(described: dict[str, Any], measured: dict[str, Any]) -> None
     for strand in measured["strands"]:
         for name, planned in strand["planned_us"].items():
             found = strand["measured_us"][name]
-            made.add_row(strand["name"], name, f"{planned:.3f}", "cannot be told" if found is None else f"{found:.3f}")
+            measured_us = f"cannot be told: {strand['untold'][name]}" if found is None else f"{found:.3f}"
+            made.add_row(strand["name"], name, f"{planned:.3f}", measured_us)
     stdout.print()
     stdout.print(made)
 

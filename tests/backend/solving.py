@@ -11,7 +11,7 @@ import torch
 import sennit
 from sennit.check.compare import compare
 from sennit.check.problems import Problem
-from sennit.env import triton_interpreted, unfinished
+from sennit.env import triton_interpreted
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,7 +25,7 @@ RUNS_ON = {
     "reference": ("cpu", "cuda"),
     "reference-items": ("cpu", "cuda"),
     "triton": ("cpu",) if triton_interpreted() else ("cuda",),
-    **({"hopper": ("cuda",)} if HOPPER and unfinished() else {}),
+    **({"hopper": ("cuda",)} if HOPPER else {}),
 }
 COMPUTES = {
     "cpu": FLOATS,

@@ -95,6 +95,23 @@ def test_the_record_goes_to_a_file(bench, tmp_path):
     assert json.loads((tmp_path / "found.json").read_text())["workloads"][0]["name"] == "decode-small"
 
 
+def test_a_batch_larger_than_the_memory_is_refused_and_the_others_are_measured(bench):
+    result = bench(f"1@{2**31 - 1}", "3@3 + 0@0")
+    assert result.exit_code == 2
+    assert "ask for a smaller batch" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "3@3 + 0@0" in result.stdout
+
+
+def test_a_file_that_can_be_written_no_more_ends_nothing_and_what_was_found_is_printed(bench, monkeypatch, tmp_path):
+    folder = tmp_path / "taken"
+    monkeypatch.setattr(bench_attention, "check_files", lambda files: folder.mkdir())
+    result = bench("--out", str(folder))
+    assert result.exit_code == 2
+    assert [each["name"] for each in json.loads(result.stdout)["workloads"]] == [each.name for each in SMALL]
+    assert result.stderr.startswith(f"error: {folder}: ")
+
+
 def test_a_wrong_backend_is_not_timed(sennit, add_backend):
     add_backend("inexact", "faulty_backends:INEXACT")
     result = sennit("bench", "attention", "decode-small", "--backend", "inexact", "--dtype", "float32")
@@ -108,6 +125,7 @@ def test_a_wrong_backend_is_not_timed(sennit, add_backend):
         (["no-such"], "expected one of decode-small"),
         (["--out", "/no/such/folder/file.json"], "existing folder"),
         (["--picture", "/no/such/folder/file.png"], "existing folder"),
+        (["mixed-512"], "that is for GPUs: --device cuda"),
         (["--vllm-library", "/no/such/folder"], "vllm-library"),
     ],
 )
@@ -185,7 +203,9 @@ def test_the_record_is_written_after_every_workload_and_one_that_fails_is_in_it(
         return measure(workload, *arguments, **options)
 
     monkeypatch.setattr(session, "measure", measure_or_fail)
-    monkeypatch.setattr(bench_attention, "write_json", lambda value, to: (written.append(value), write(value, to)))
+    monkeypatch.setattr(
+        bench_attention, "write_json", lambda value, to, **last: (written.append(value), write(value, to, **last))
+    )
     result = bench("--out", str(path))
     assert result.exit_code == 2
     assert "mixed-small: mixed: not today" in " ".join(result.stderr.split())
@@ -229,6 +249,7 @@ def test_options_of_other_devices_are_refused(bench, monkeypatch, arguments, tex
         (["--threads", "2"], "--threads"),
         (["--vllm-library", "."], "--vllm-library"),
         (["mixed"], "expected one of decode-8k, decode-2k, decode-1k"),
+        (["prefill-1k"], "that is for CPUs: --device cpu"),
     ],
 )
 def test_a_gpu_refuses_what_is_of_a_cpu(bench, monkeypatch, arguments, text):

@@ -38,6 +38,15 @@ def test_json_and_the_file_have_all_samples(bench, tmp_path):
     assert found["check"]["error"] <= found["check"]["allowed"]
 
 
+@pytest.mark.parametrize(
+    ("batch", "words"), [("", "at least one request, got ''"), ("3@3 + 0@0", "got 0@0 in '3@3 + 0@0'")]
+)
+def test_a_batch_that_no_cache_can_have_is_refused_with_what_is_wrong_in_it(bench, batch, words):
+    result = bench(batch)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [["3@2"], ["--device", "tpu"], ["--out", "/no/such/folder/file.json"]])
 def test_mistakes_end_it_with_a_word(bench, arguments):
     result = bench(*arguments)

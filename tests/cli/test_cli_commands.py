@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
+import torch
 
 import sennit as package
 from sennit import cli
+from sennit.cli.output import check_files, write_json
+from sennit.errors import InvalidInput
 from sennit.plan.batch import Batch
 
 GROUPS = [("bench",), ("cache",)]
@@ -46,6 +51,9 @@ def test_version_is_the_packages(sennit):
         ("check", "--device", "cuda:99"),
         ("check", "--only", "nothing/*"),
         ("bench", "plan", "1@"),
+        ("bench", "plan", "1@1", "--out", ""),
+        ("bench", "step", "1@1", "--out", ""),
+        ("bench", "attention", "1@1", "--out", ""),
         ("generate", "hi", "--model", "/nowhere/at/all"),
     ],
     ids=" ".join,
@@ -100,6 +108,99 @@ def test_a_batch_too_large_for_the_memory_is_an_error_and_no_traceback(sennit, m
     result = sennit("plan", "1@1")
     assert result.exit_code == 2
     assert "too little memory" in result.stderr
+
+
+def lacking_on_the_host():
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def lacking_on_a_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 4 GiB")
+
+
+@pytest.mark.parametrize(
+    ("exhaust", "words"),
+    [
+        (lacking_on_the_host, f"this machine has too little memory for that: {2**60} bytes could not be had; ask for"),
+        (lacking_on_a_gpu, "the GPU has too little memory for that: 20.00 GiB could not be had; ask for"),
+    ],
+)
+def test_memory_that_pytorch_lacks_is_an_error_with_its_size(sennit, monkeypatch, exhaust, words):
+    monkeypatch.setattr(Batch, "parse", lambda *_, **__: exhaust())
+    result = sennit("plan", "1@1")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_other_failures_are_not_hidden(sennit, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Batch, "parse", fail)
+    assert str(sennit("plan", "1@1").exception) == "a bug"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("plan", "1@1", "--backend", "nobody"), "--backend"),
+        (("plan", "1@1", "--window-left", str(2**40)), "--window-left"),
+        (("check", "--device", "tpu"), "--device"),
+        (("bench", "step", "--device", "tpu"), "--device"),
+    ],
+)
+def test_an_error_names_the_option_as_it_was_typed(sennit, arguments, option):
+    assert sennit(*arguments).stderr.startswith(f"error: {option}: expected ")
+
+
+def test_a_file_is_written_through_symbolic_links(tmp_path):
+    (tmp_path / "there").mkdir()
+    path, target = tmp_path / "link.json", tmp_path / "there" / "file.json"
+    path.symlink_to(target)
+    for value in (1, 2):  # to a file that does not exist yet, then to one that does
+        check_files({"--out": path})
+        write_json(value, path)
+        assert path.is_symlink()
+        assert json.loads(target.read_text()) == value
+    assert sorted(os.listdir(tmp_path / "there")) == ["file.json"]
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere" / "file.json")
+    with pytest.raises(InvalidInput, match="--out: expected a file in an existing folder"):
+        check_files({"--out": path})
+
+
+def test_what_cannot_be_written_is_printed_and_the_error_names_the_file(sennit, tmp_path, monkeypatch):
+    folder = tmp_path / "taken"
+    monkeypatch.setattr("sennit.cli.bench.check_files", lambda files: folder.mkdir())  # it is free no more
+    result = sennit("bench", "plan", "3@9", "--repeat", "1", "--out", str(folder))
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["batches"][0]["batch"] == "3@9"
+    assert result.stderr.startswith(f"error: {folder}: ")
+    assert "standard output" in result.stderr
+    assert os.listdir(tmp_path) == ["taken"]
+
+
+def test_a_value_that_is_not_the_last_may_be_lost(tmp_path, capsys):
+    write_json(1, tmp_path / "nowhere" / "file.json", last=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(InvalidInput, match="may be written"):
+        check_files({"--out": tmp_path / "file.json"})
+
+
+@pytest.mark.parametrize(("path", "got"), [("", "the current folder"), ("/", "the folder /")])
+def test_a_folder_is_no_file(path, got):
+    with pytest.raises(InvalidInput, match=f"^--out: expected a file, got {got}; add"):
+        check_files({"--out": Path(path)})
+
+
+def test_a_pipe_or_device_may_be_written():
+    check_files({"--out": Path(os.devnull)})
+    write_json(1, Path(os.devnull))
 
 
 @pytest.mark.parametrize(

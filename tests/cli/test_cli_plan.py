@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from sennit import AttentionSpec, Batch
+from sennit import AttentionSpec, Batch, BatchAttention
 from sennit.backends import registry
 from sennit.cli import plan as plan_command
 from sennit.cli.bars import WorkerBars
@@ -94,10 +94,18 @@ def test_it_is_said_what_a_plan_is_for(sennit):
     assert "planned for    reference " in sennit("plan", MIX, "--backend", "reference").stdout
 
 
-def test_options_of_the_example_are_refused_beside_a_backend(sennit):
-    result = sennit("plan", MIX, "--backend", "reference", "--workers", "8")
+def test_auto_is_the_backend_that_would_be_chosen(sennit):
+    spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    chosen = BatchAttention(spec, page_size=16).plan(Batch.parse(MIX, page_size=16)).backend
+    assert described(sennit, MIX, "--backend", "auto")["backend"] == chosen
+
+
+@pytest.mark.parametrize(("option", "value"), [("--workers", "8"), ("--combine", "sum")])
+def test_options_of_the_example_are_refused_beside_a_backend(sennit, option, value):
+    result = sennit("plan", MIX, "--backend", "reference", option, value)
     assert result.exit_code == 2
-    assert "--workers" in result.stderr
+    assert result.stderr.startswith(f"error: {option}: expected nothing beside --backend")
+    assert result.stderr.endswith(f", got {value}\n")
 
 
 def test_a_backend_that_cannot_run_here_is_an_error_with_its_reason(sennit, add_backend):
@@ -122,6 +130,24 @@ def test_measured_items_follow_each_other_and_fill_their_workers(sennit):
     assert measured["makespan_us"] == end.max()
 
 
+@pytest.mark.parametrize("options", [(), ("--no-causal",), ("--split-size", "64")], ids=" ".join)
+def test_the_plan_that_is_measured_is_the_one_that_is_shown(sennit, options):
+    found = described(sennit, *MEASURED, *options)
+    assert len(found.pop("measured")["start_us"]) == found["items"]
+    assert found == described(sennit, *MEASURED[:-1], *options)
+
+
+def test_of_times_that_cannot_be_told_the_reason_is(sennit):
+    strands = described(sennit, "9@40", *MEASURED[1:])["measured"]["strands"]
+    untold = {strand["name"]: strand["untold"] for strand in strands}
+    assert untold["wide"]["key step"] == "0 of the 8 items needed"
+    for strand in strands:
+        assert {part for part, time in strand["measured_us"].items() if time is None} == set(strand["untold"])
+    assert "cannot be told: 0 of the 8 items needed" in sennit("plan", "9@40", *MEASURED[1:]).stdout
+    alike = described(sennit, "30*1@64", *MEASURED[1:])["measured"]["strands"][1]
+    assert alike["untold"]["key step"] == "its items differ too little"
+
+
 def test_measured_loads_are_drawn_beside_the_predicted_ones(sennit):
     result = sennit("plan", *MEASURED)
     assert result.exit_code == 0
@@ -135,8 +161,7 @@ def test_measured_loads_are_drawn_beside_the_predicted_ones(sennit):
     [
         ([], "--backend beside it"),
         (["--backend", "reference"], "reference-items has"),
-        (["--backend", "reference-items", "--split-size", "32"], "nothing beside --measure"),
-        (["--backend", "reference-items", "--no-causal"], "nothing beside --measure"),
+        (["--backend", "reference-items", "--page-size", str(2**31 - 1)], "ask for a smaller batch"),
     ],
 )
 def test_what_cannot_be_measured_is_said(sennit, options, text):

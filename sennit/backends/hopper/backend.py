@@ -33,7 +33,7 @@ from sennit.spec import AttentionSpec
 
 __all__ = ["HopperBackend"]
 
-LARGEST_SCALE = 64.0  # below which products may be weighed before they are scaled
+ORDINARY_SCALES = 2.0**-100, 64.0  # between which products may be weighed before they are scaled
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,6 @@ class HopperBackend(PagedCache):
         """On Hopper GPUs."""
         if device.type != "cuda":
             return Support.no(f"it runs on Hopper GPUs, not on {device}")
-        if not env.unfinished():
-            return Support.no(
-                "it is not finished: results have not been tested enough; SENNIT_UNFINISHED=1 lets it run"
-            )
         if env.triton_interpreted():
             return Support.no("Triton's interpreter does not run it")
         support = installed()
@@ -131,7 +127,7 @@ def _run(
     k, v = _not_empty(launch.k), _not_empty(launch.v)
     key = (
         id(spec), id(launch.config), launch.page_size, has_trees(arrays), q.device.index, launch.kv_lens is None,
-        mask is None, times is None, pauses, 0 < launch.sm_scale < LARGEST_SCALE,
+        mask is None, times is None, pauses, _is_ordinary(launch.sm_scale),
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(),
         None if lse is None else lse.stride(), *(tensor.data_ptr() % ALIGNED for tensor in (q, k, v, out)),
     )  # fmt: skip
@@ -162,6 +158,12 @@ def _run(
         form.kernel = compiled
 
 
+def _is_ordinary(sm_scale: float) -> bool:
+    """Whether a scale is: others are 0 in float32, negative, or make logits that are no longer apart."""
+    least, most = ORDINARY_SCALES
+    return least < sm_scale < most
+
+
 def _not_empty(pool: torch.Tensor) -> torch.Tensor:
     """A pool, or memory in its place where it holds nothing: boxes must be of something, and none is read."""
     return pool if pool.numel() else pool.new_empty(1, *pool.shape[1:])
@@ -189,7 +191,7 @@ def _form(
         box_rows=box_rows(launch.page_size) if aligned and all(rows) else 1,
         aligned=aligned,
         query_boxes=queries_aligned and group_size & (group_size - 1) == 0,
-        ordinary_scale=0 < launch.sm_scale < LARGEST_SCALE,
+        ordinary_scale=_is_ordinary(launch.sm_scale),
         pauses=pauses,
     )
     pools = [_pool_box(pool, of, variant) for pool, of in zip((k, v), rows, strict=True)]
