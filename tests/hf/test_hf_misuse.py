@@ -235,7 +235,7 @@ def test_split_sizes_beyond_32_bits_end_the_command_with_one_line() -> None:
 
     result = CliRunner().invoke(app, ["plan", "1@1", "--split-size", "99999999999999999999"])
     assert result.exit_code == 2
-    assert "split_size" in result.output
+    assert "--split-size" in result.output
 
 
 def test_batchers_in_several_threads_take_turns_with_one_model() -> None:

@@ -23,6 +23,6 @@ def test_kernels_that_triton_keeps_are_not_taken_for_those_of_other_properties(c
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.parent.name == changed))
     assert repr(Variant(**FACTS, **MORE)) == before
-    variant._source.cache_clear()
+    variant._hash_of_files.cache_clear()
     assert repr(Variant(**FACTS, **MORE)) != before
-    variant._source.cache_clear()
+    variant._hash_of_files.cache_clear()

@@ -41,12 +41,13 @@ class LayerVariant:
     source: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "source", _source(type(self)))
+        files = tuple(inspect.getfile(kind) for kind in type(self).__mro__[:-1])
+        object.__setattr__(self, "source", _hash_of_files(files))
 
 
 @cache
-def _source(kind: type) -> str:
-    return hash_bytes(b"".join(Path(inspect.getfile(of)).read_bytes() for of in kind.__mro__[:-1]))
+def _hash_of_files(files: tuple[str, ...]) -> str:
+    return hash_bytes(b"".join(Path(file).read_bytes() for file in files))
 
 
 def layer_facts(launch: Attend) -> dict[str, Any]:
