@@ -49,8 +49,8 @@ class Strand:
         haste: how many times faster a key step is than its time says where other workers leave the bus to it.
         row_step: rows that arithmetic takes at once, which divides ``tile_rows``, where a tile of few rows takes less.
         heads: KV heads that a work item takes together, which divides the layer's; cuts divide the keys of all of them.
-        dealt: workers take whole bands of tiles (see :mod:`~sennit.plan.deal`) if the fullest gets so many times as full
-            as by cuts, or less. 0: never, as beside a strand that the same worker runs before or after it. Tiles of one
+        dealt: workers take whole bands of tiles (see :mod:`~sennit.plan.deal`) if the fullest gets so many times as
+            full as by cuts, or less. 0: never, as beside a strand that the same worker runs before or after it. Tiles of one
             request are taken to read its keys from memory once.
     """
 
