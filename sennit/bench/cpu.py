@@ -25,7 +25,17 @@ PER_THREAD = 2**16  # elements that PyTorch divides no further
 
 SQUARES = (2048, 4096)
 ATTENTION_SHAPED = (32, 1024, 128)  # heads, rows and keys, dimension
+TRIED = 512  # rows of a product that tells how fast a dtype's are
 RESTLESS = "other threads of this process never came to rest, so ceilings may be too low"
+
+
+def _product_time(dtype: torch.dtype) -> float:
+    """Seconds that a small matrix product takes."""
+    square = torch.ones(TRIED, TRIED, dtype=dtype)
+    square @ square
+    start = time.perf_counter()
+    square @ square
+    return time.perf_counter() - start
 
 
 @contextmanager
@@ -106,17 +116,23 @@ class CpuInstruments:
         return time.perf_counter() - start
 
     def ceilings(self, dtype: torch.dtype) -> list[Ceiling]:
-        """Reads of memory from end to end, and matrix products of ``dtype``: squares, and 32 shaped as in prefill."""
+        """Reads of memory from end to end, and matrix products: squares, and 32 shaped as in prefill.
+
+        Products are of ``dtype``, or of float32 where that is faster: PyTorch's take minutes in a dtype that a processor
+        does not multiply, and who computes well converts.
+        """
+        dtype = min((dtype, torch.float32), key=_product_time)
+        of = " float32" if dtype == torch.float32 else ""
         buffer, size = self._buffer, self._buffer.nbytes
         found = [Ceiling("torch.sum", "read", size, partial(self.time, buffer.sum))]
         if self._probe is not None:
             found.append(Ceiling("native read", "read", size, partial(self._rested, partial(self._probe.read, buffer))))
         for side in SQUARES:
             square = torch.randn(side, side).to(dtype)
-            found.append(self._product(f"GEMM {side}^3", square, square))
+            found.append(self._product(f"GEMM {side}^3{of}", square, square))
         heads, keys, dim = ATTENTION_SHAPED
         shaped = torch.randn(heads, keys, dim).to(dtype)
-        name = f"{heads} GEMMs {keys} x {dim} x {keys}"
+        name = f"{heads} GEMMs {keys} x {dim} x {keys}{of}"
         return [*found, self._product(name, shaped, shaped.transpose(1, 2), counts=False)]
 
     def probe(self, problem: Problem) -> Ceiling | None:

@@ -50,8 +50,8 @@ class Strand:
         row_step: rows that arithmetic takes at once, which divides ``tile_rows``, where a tile of few rows takes less.
         heads: KV heads that a work item takes together, which divides the layer's; cuts divide the keys of all of them.
         dealt: workers take whole bands of tiles (see :mod:`~sennit.plan.deal`) if the fullest gets so many times as
-            full as by cuts, or less. 0: never, as beside a strand that the same worker runs before or after it. Tiles of one
-            request are taken to read its keys from memory once.
+            full as by cuts, or less. 0: never, as beside a strand that the same worker runs before or after it. Tiles
+            of one request are taken to read its keys from memory once.
     """
 
     name: Literal["wide", "narrow"]

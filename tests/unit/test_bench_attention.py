@@ -385,6 +385,13 @@ def test_operations_of_the_matrix_products_are_counted(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("slow", "named"), [(torch.bfloat16, "GEMM 16^3 float32"), (torch.float32, "GEMM 16^3")])
+def test_where_products_of_a_dtype_are_slower_than_float32_these_are_the_ceiling(slow, named, monkeypatch):
+    monkeypatch.setattr(cpu, "Probe", lambda threads: None)
+    monkeypatch.setattr(cpu, "_product_time", lambda dtype: 9.0 if dtype == slow else 1.0)
+    assert named in [ceiling.name for ceiling in make_instruments(monkeypatch).ceilings(torch.bfloat16)]
+
+
 def test_what_others_do_on_the_machine_is_seen(monkeypatch):
     ticks = iter([(10.0, 0.0), (14.0, 1.0)])
     clock, own = iter([100.0, 102.0]), iter([0.0, 1.0])
