@@ -1,10 +1,8 @@
-"""Compiles what GPU backends launch for GPUs that need not be here, and reads off what it takes of their registers."""
+"""Compiles what GPU backends launch for GPUs that need not be here: layer by layer, in several processes."""
 
 from __future__ import annotations
 
 import pickle
-import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
 
 import torch
 
@@ -26,9 +23,9 @@ from sennit.backends.hopper.backend import HopperBackend
 from sennit.backends.triton import costs as triton_costs
 from sennit.backends.triton.backend import TritonBackend
 from sennit.backends.triton.costs import Device
+from sennit.bench.machine_code import CompiledKernel, Recorder
 from sennit.env import triton_interpreted
 from sennit.errors import BackendUnavailable, BuildFailed, InvalidInput
-from sennit.jit.files import hash_bytes
 from sennit.jit.processes import Workers, processors
 from sennit.plan.batch import Batch
 from sennit.plan.cost import KernelConfig
@@ -39,7 +36,7 @@ from sennit.plan.tree import Tree
 from sennit.spec import AttentionSpec
 
 __all__ = [
-    "ARCHITECTURES", "BACKENDS", "CompiledKernel", "Layer", "Outcome", "attend_of", "compile_layers", "usual_layers",
+    "ARCHITECTURES", "BACKENDS", "Layer", "Outcome", "attend_of", "compile_layers", "usual_layers",
 ]  # fmt: skip
 
 KIB = 1024
@@ -54,12 +51,6 @@ CPU = torch.device("cpu")
 LOOK = 0.2  # seconds between looks at what has been compiled
 # What is planned: a chunk of a prefill, a verification, and a decode long enough to be split.
 QUERY_LENGTHS, KEY_LENGTHS = (256, 4, 1), (4096, 1000, 65536)
-USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-LABEL = re.compile(r"(\.L_x_\d+):")
-INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/")
-BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
-PRODUCT = re.compile(r"\b(HMMA|HGMMA|FFMA)\b")
-SPILL = re.compile(r"\b(LDL|STL)\b")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,29 +70,6 @@ class Layer:
     tree: bool = False
     packed_mask: bool = False
     captures: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class CompiledKernel:
-    """What a kernel takes.
-
-    Attributes:
-        name: of the kernel.
-        warps: of a worker.
-        registers: a thread.
-        spilled: bytes of memory a thread that registers are spilled to.
-        spills_in_loops: loads and stores of them in loops over keys, where they are repeated.
-        shared_memory: bytes a worker.
-        key: of its machine code.
-    """
-
-    name: str
-    warps: int
-    registers: int
-    spilled: int
-    spills_in_loops: int
-    shared_memory: int
-    key: str
 
 
 @dataclass(frozen=True)
@@ -284,89 +252,6 @@ def _compile(job: Job) -> Outcome:
     except Exception as error:  # whatever a compiler raises is a finding
         return made(tuple(recorder.kernels), f"{type(error).__name__}: {error}")
     return made(tuple(recorder.kernels))
-
-
-class Recorder:
-    """As much of a Triton driver as launches ask for: nothing runs, and what would be loaded is looked at instead."""
-
-    def __init__(self, architecture: int) -> None:
-        self.kernels: list[CompiledKernel] = []
-        self.utils = self
-        self._architecture = architecture
-        self._metadata: Any = None
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._architecture, 32)
-
-    def get_current_device(self) -> int:
-        """One for each architecture, since Triton keeps kernels by device."""
-        return self._architecture
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return CPU
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 2**31 - 1}  # what does not fit is to be reported
-
-    def launcher_cls(self, source: object, metadata: Any) -> Any:
-        """Called for each kernel before it is loaded."""
-        self._metadata = metadata
-        return lambda *arguments: None
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        registers, spilled = _usage(binary)
-        in_loops = spills_in_loops(_looked_at("nvdisasm", "-c", binary)) if spilled else 0
-        warps = self._metadata.num_warps
-        kernel = CompiledKernel(name, warps, registers, spilled, in_loops, shared, hash_bytes(binary))
-        self.kernels.append(kernel)
-        return 1, 1, registers, spilled, 1024  # module, function, and the most threads
-
-    def unload_module(self, module: int) -> None:
-        pass
-
-
-def _usage(binary: bytes) -> tuple[int, int]:
-    """Registers, and bytes of spilled ones, a thread."""
-    [found] = USAGE.finditer(_looked_at("cuobjdump", "-res-usage", binary))
-    registers, stack, local = map(int, found.groups())
-    return registers, stack + local
-
-
-def _looked_at(program: str, option: str, binary: bytes) -> str:
-    """What a program of the Triton package says of machine code."""
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / program
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
-
-
-def spills_in_loops(program: str) -> int:
-    """Loads and stores of spilled registers in the innermost loops of a disassembled program that multiply matrices."""
-    labels: dict[str, int] = {}
-    lines: list[str] = []
-    loops: list[tuple[int, int]] = []
-    for line in program.splitlines():
-        if label := LABEL.match(line):
-            labels[label[1]] = len(lines)
-        elif INSTRUCTION.match(line):
-            lines.append(line)
-            if (branch := BRANCH.search(line)) and branch[1] in labels:  # back
-                loops.append((labels[branch[1]], len(lines)))
-    multiplying = [loop for loop in loops if any(PRODUCT.search(line) for line in lines[slice(*loop)])]
-    innermost = [
-        (start, end)
-        for start, end in multiplying
-        if not any(start <= first and last <= end and (start, end) != (first, last) for first, last in multiplying)
-    ]
-    return sum(bool(SPILL.search(line)) for loop in innermost for line in lines[slice(*loop)])
 
 
 def _launch(name: str, layer: Layer, config: KernelConfig) -> None:

@@ -118,8 +118,8 @@ class CpuInstruments:
     def ceilings(self, dtype: torch.dtype) -> list[Ceiling]:
         """Reads of memory from end to end, and matrix products: squares, and 32 shaped as in prefill.
 
-        Products are of ``dtype``, or of float32 where that is faster: PyTorch's take minutes in a dtype that a processor
-        does not multiply, and who computes well converts.
+        Products are of ``dtype``, or of float32 where that is faster: in a dtype that a processor does not multiply
+        PyTorch's take minutes, and who computes well converts.
         """
         dtype = min((dtype, torch.float32), key=_product_time)
         of = " float32" if dtype == torch.float32 else ""

@@ -11,7 +11,7 @@ import torch
 triton = pytest.importorskip("triton")
 from sennit.backends.hopper.backend import HopperBackend  # noqa: E402
 from sennit.backends.hopper.configs import kernel_configs, takes  # noqa: E402
-from sennit.bench import compiling  # noqa: E402
+from sennit.bench import compiling, machine_code  # noqa: E402
 from sennit.env import triton_interpreted  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(triton_interpreted(), reason="the interpreter compiles nothing")]
@@ -30,7 +30,7 @@ def launch(layer: compiling.Layer, config: Any) -> None:
 DEVICES = itertools.count(1000)
 
 
-class Recorder(compiling.Recorder):
+class Recorder(machine_code.Recorder):
     """On a device of its own, since Triton keeps kernels by device."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def test_every_layer_compiles_and_has_room(name, recorder):
 def test_products_are_left_to_run_while_weights_are_made(recorder, monkeypatch):
     """Where the compiler cannot follow a product around a loop, it waits for every instruction of it."""
     listings = []
-    monkeypatch.setattr(compiling, "_looked_at", keeping(compiling._looked_at, listings))
+    monkeypatch.setattr(machine_code, "_looked_at", keeping(machine_code._looked_at, listings))
     for config in (kernel_configs(LAYERS["bf16 128"].spec, 132)[n] for n in (0, 3, 4)):
         launch(LAYERS["bf16 128"], config)
     assert len(listings) == 3
@@ -75,7 +75,7 @@ def test_products_are_left_to_run_while_weights_are_made(recorder, monkeypatch):
 
 def test_warps_sleep_only_where_they_are_asked_to(recorder, monkeypatch):
     listings = []
-    monkeypatch.setattr(compiling, "_looked_at", keeping(compiling._looked_at, listings))
+    monkeypatch.setattr(machine_code, "_looked_at", keeping(machine_code._looked_at, listings))
     monkeypatch.setattr(HopperBackend, "attend", HopperBackend.attend_with_pauses)
     launch(LAYERS["bf16 128"], kernel_configs(LAYERS["bf16 128"].spec, 132)[0])
     assert listings[0].count("NANOSLEEP") > 10

@@ -12,7 +12,8 @@ import sennit
 from sennit import variants
 from sennit.backends.triton import costs
 from sennit.bench import compiling
-from sennit.bench.compiling import ARCHITECTURES, CompiledKernel, Layer, Outcome, compile_layers
+from sennit.bench.compiling import ARCHITECTURES, Layer, Outcome, compile_layers
+from sennit.bench.machine_code import CompiledKernel
 from sennit.cli import app
 from sennit.errors import BackendUnavailable, InvalidInput
 

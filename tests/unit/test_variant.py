@@ -13,7 +13,10 @@ FACTS = {
     "group_size": 4, "dim_qk": 128, "dim_vo": 128, "page_size": 16, "window_left": None, "window_right": None,
     "num_sink_tokens": 0, "logits_soft_cap": None, "trees": False,
 }  # fmt: skip
-MORE = {"wide": None, "narrow": None, "columns": 128, "query_boxes": True, "ordinary_scale": True}
+MORE = {
+    "wide": None, "narrow": None, "columns": 128, "box_rows": 16, "aligned": True, "query_boxes": True,
+    "ordinary_scale": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("changed", ["gpus", "hopper"])

@@ -54,8 +54,8 @@ class Variant(LayerVariant):
     wide: Tile | None
     narrow: Tile | None
     columns: int
-    box_rows: int = 1
-    aligned: bool = True
+    box_rows: int
+    aligned: bool
     query_boxes: bool
     ordinary_scale: bool
     pauses: bool = False
