@@ -81,9 +81,6 @@ class HopperBackend(PagedCache):
         attend_dense(launch, partial(_run, pauses=True))
 
 
-Box = tuple[list[int], list[int], list[int], Any]  # of a descriptor: shape, strides, a box, and how it lies in memory
-
-
 @dataclass
 class Form:
     """What launches of one layer over tensors of the same form have in common.
@@ -92,8 +89,8 @@ class Form:
         spec, config: kept, since their addresses stand for them.
         variant: what the kernel is compiled for.
         change: the layer's functions, printed, or None.
-        query_boxes: of the wide strand and of the narrow one, None where there are none.
-        pool_boxes: of keys and of values, None where they are copied by rows.
+        query_boxes: descriptors for the wide strand and for the narrow one, of no tensor yet; None: it has none.
+        pool_boxes: the same of keys and of values, None where they are copied by rows.
         strides: of all tensors, as the kernel takes them.
         no_partials, no_counters: stand for partial results, and for counts of them, where there are none.
         kernel: once it is compiled, Triton need not look at every argument of a launch.
@@ -103,8 +100,8 @@ class Form:
     config: HopperConfig
     variant: Variant
     change: Any
-    query_boxes: tuple[Box | None, ...]
-    pool_boxes: tuple[Box | None, ...]
+    query_boxes: tuple[Any, ...]
+    pool_boxes: tuple[Any, ...]
     strides: tuple[int, ...]
     no_partials: torch.Tensor
     no_counters: torch.Tensor
@@ -140,8 +137,8 @@ def _run(
         num_merges = config.max_merges if fixed else arrays[Header.NUM_MERGES]
         counters = merge_counters(q.device, WIDE_PARTS * num_merges)
     read = launch.plan, launch.page_table, contiguous(launch.kv_lens), q
-    boxes = [_described(q, box) for box in form.query_boxes]
-    pools = [_described(pool, box) for pool, box in zip((k, v), form.pool_boxes, strict=True)]
+    query_boxes = [_described(q, boxes) for boxes in form.query_boxes]
+    pools = [_described(pool, boxes) for pool, boxes in zip((k, v), form.pool_boxes, strict=True)]
     written = (
         out, lse, partials, counters, times, mask, contiguous(launch.sinks), contiguous(launch.alibi_slopes)
     )  # fmt: skip
@@ -150,10 +147,10 @@ def _run(
     if form.kernel is not None:
         if not form.variant.boxes:
             pools = addresses((k, v))
-        form.kernel[grid](*addresses(read), *boxes, *pools, *addresses(written), *others)
+        form.kernel[grid](*addresses(read), *query_boxes, *pools, *addresses(written), *others)
         return
-    pools = [pool if box is None else box for pool, box in zip((k, v), pools, strict=True)]
-    compiled = _kernel()[grid](*read, *boxes, *pools, *written, *others, num_warps=4)
+    pools = [pool if boxes is None else boxes for pool, boxes in zip((k, v), pools, strict=True)]
+    compiled = _kernel()[grid](*read, *query_boxes, *pools, *written, *others, num_warps=4)
     if not spec.captures:  # whose forms are not in the key
         form.kernel = compiled
 
@@ -169,10 +166,23 @@ def _not_empty(pool: torch.Tensor) -> torch.Tensor:
     return pool if pool.numel() else pool.new_empty(1, *pool.shape[1:])
 
 
-def _described(tensor: torch.Tensor, box: Box | None) -> Any:
+def _boxes(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], box: list[int]) -> Any:
+    """A descriptor for tensors of one form, which Triton has checked, and which keeps none of them."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return None if box is None else TensorDescriptor(tensor, *box)
+    boxes = TensorDescriptor(tensor, list(shape), list(strides), box, NVMMASharedLayout(128, 16, len(box)))
+    boxes.base = None
+    return boxes
+
+
+def _described(tensor: torch.Tensor, boxes: Any) -> Any:
+    """The same descriptor, of a tensor; checking that again would take half of a launch."""
+    if boxes is None:
+        return None
+    described = object.__new__(type(boxes))
+    described.__dict__ = {**boxes.__dict__, "base": tensor}
+    return described
 
 
 def _form(
@@ -194,15 +204,15 @@ def _form(
         ordinary_scale=_is_ordinary(launch.sm_scale),
         pauses=pauses,
     )
-    pools = [_pool_box(pool, of, variant) for pool, of in zip((k, v), rows, strict=True)]
+    pools = [_pool_boxes(pool, of, variant) for pool, of in zip((k, v), rows, strict=True)]
     return Form(
         spec,
         config,
         variant,
         printed_change(spec),
         query_boxes=(
-            _query_box(q, config.wide, WIDE_PARTS, variant),
-            _query_box(q, config.narrow, 1, variant),
+            _query_boxes(q, config.wide, WIDE_PARTS, variant),
+            _query_boxes(q, config.narrow, 1, variant),
         ),
         pool_boxes=tuple(box for box, _ in pools),
         strides=(
@@ -216,27 +226,21 @@ def _form(
     )
 
 
-def _query_box(q: torch.Tensor, tile: Tile | None, parts: int, variant: Variant) -> Box | None:
+def _query_boxes(q: torch.Tensor, tile: Tile | None, parts: int, variant: Variant) -> Any:
     """Boxes of packed rows, a part of a tile each."""
     if tile is None or not variant.query_boxes:
         return None
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
     rows = tile.rows // parts
     heads = min(rows, variant.group_size)
-    box = [rows // heads, heads, variant.columns]
-    return list(q.shape), list(q.stride()), box, NVMMASharedLayout(128, 16, 3)
+    return _boxes(q, q.shape, q.stride(), [rows // heads, heads, variant.columns])
 
 
-def _pool_box(pool: torch.Tensor, rows: Rows | None, variant: Variant) -> tuple[Box | None, tuple[int, ...]]:
+def _pool_boxes(pool: torch.Tensor, rows: Rows | None, variant: Variant) -> tuple[Any, tuple[int, ...]]:
     """Boxes of a pool, and its strides, as the kernel takes them."""
     if rows is None or not variant.boxes:
         return None, (0,) * (4 - pool.dim()) + pool.stride()[:-1]
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    layout = NVMMASharedLayout(128, 16, 2)
-    box = [variant.box_rows, variant.columns]
-    return ([rows.num_rows, rows.width], [rows.stride, 1], box, layout), rows[3:]
+    shape, strides = (rows.num_rows, rows.width), (rows.stride, 1)
+    return _boxes(pool, shape, strides, [variant.box_rows, variant.columns]), rows[3:]
 
 
 @cache
