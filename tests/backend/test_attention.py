@@ -62,6 +62,15 @@ def test_by_itself_a_cpu_takes_its_own_backend_and_for_float64_the_reference(dty
     assert plan.backend == ("cpu" if dtype in COMPUTES["cpu"] else "reference")
 
 
+@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_by_itself_a_gpu_takes_the_backend_made_for_it_then_triton_and_for_float64_the_reference(dtype):
+    attn = sennit.BatchAttention(gqa(2, 16, dtype=dtype), page_size=4, device="cuda")
+    plan = attn.plan(sennit.Batch.parse("3@9", page_size=4))
+    taking = [name for name in ("hopper", "triton", "reference") if name in RUNS_ON and dtype in COMPUTES[name]]
+    assert plan.backend == taking[0]
+
+
 @each_backend_and_dtype(*DTYPES)
 @pytest.mark.parametrize("dims", [*DIMS, (192, 128), (128, 192), (33, 7), (7, 33), (576, 512)], ids=str)
 def test_head_dims_and_dtypes_match_the_oracle(dims, dtype, backend, device):
