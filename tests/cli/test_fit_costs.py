@@ -17,6 +17,7 @@ def fit_costs(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_times_are_printed_and_written_and_a_pipe_has_no_progress_in_it(tmp_path):
     path = tmp_path / "times.json"
     result = fit_costs("--backend", "reference-items", "--small", "--out", str(path))
