@@ -345,9 +345,10 @@ def test_a_process_ends_with_the_one_that_started_it():
 
 @pytest.mark.slow
 def test_the_peak_of_a_process_is_its_own():
+    without, _ = run_alone(_grown, 8, on_stage=print)  # libraries, as much of them as the system happens to map
     held = np.ones(100_000_000)
     before, after = run_alone(_grown, 200_000_000, on_stage=print)
-    assert before < held.nbytes
+    assert before < without + held.nbytes / 2
     assert 180_000_000 < after - before < 260_000_000
 
 
