@@ -20,7 +20,7 @@ from sennit.plan.plan import Plan
 from sennit.plan.tensors import PlanArrays
 from sennit.spec import AttentionSpec
 
-__all__ = ["ItemTimes", "compared_times", "fitted_times", "measure_items"]
+__all__ = ["ItemTimes", "compared_times", "measure_items"]
 
 PARTS = ("item and head", "key step", "partial result")  # that `item_counts` counts
 LAUNCHES = 7  # of which the one of median length is taken
@@ -112,32 +112,26 @@ def _from_first(times: npt.NDArray[np.int64]) -> FloatArray:
     return (times - times.min(initial=np.iinfo(np.int64).max)) / 1e3 if times.size else times / 1e3
 
 
-def fitted_times(found: Sequence[ItemTimes]) -> list[list[float | None]]:
-    """Times of a strand's items that fit what was measured best, by least squares, as ``strand_times`` has them.
+def compared_times(found: Sequence[ItemTimes]) -> dict[str, dict[str, Any]]:
+    """Times of each strand's items: planned, and those that fit what was measured best, by least squares.
 
     Args:
         found: of plans of one configuration.
 
     Returns:
-        A row a strand: microseconds of an item and head, of a key step, of a partial result; None where too few items
-        have it, or where it cannot be told from the others.
-    """
-    return [_fit(counts, durations) for counts, durations in _by_strand(found)]
-
-
-def compared_times(found: Sequence[ItemTimes]) -> dict[str, dict[str, Any]]:
-    """Times of each strand's items, planned beside :func:`fitted_times`, in values that JSON has.
-
-    Returns:
-        For the name of a strand, ``planned_us`` and ``measured_us`` with a number for each of :data:`PARTS`, and
-        ``untold`` with the reason for each that is None.
+        For the name of a strand, in values that JSON has, ``planned_us`` and ``measured_us`` with a number for each of
+        :data:`PARTS`; None where too few items have it, or where it cannot be told from the others, and then ``untold``
+        has the reason.
     """
     config = found[0].plan.config
-    rows = zip(config.strands, strand_times(config).tolist(), _by_strand(found), strict=True)
+    counts = np.concatenate([item_counts(times.plan) for times in found], axis=1)
+    strands = np.concatenate([item_strands(times.plan) for times in found])
+    durations = np.concatenate([times.end - times.start for times in found])
     compared: dict[str, dict[str, Any]] = {}
-    for strand, planned, (counts, durations) in rows:
-        seen = (counts > 0).sum(axis=1).tolist()
-        measured = dict(zip(PARTS, _fit(counts, durations), strict=True))
+    for number, (strand, planned) in enumerate(zip(config.strands, strand_times(config).tolist(), strict=True)):
+        of_strand = strands == number
+        seen = (counts[:, of_strand] > 0).sum(axis=1).tolist()
+        measured = dict(zip(PARTS, _fit(counts[:, of_strand], durations[of_strand]), strict=True))
         compared[strand.name] = {
             "planned_us": dict(zip(PARTS, planned, strict=True)),
             "measured_us": measured,
@@ -148,15 +142,6 @@ def compared_times(found: Sequence[ItemTimes]) -> dict[str, dict[str, Any]]:
             },
         }
     return compared
-
-
-def _by_strand(found: Sequence[ItemTimes]) -> list[tuple[FloatArray, FloatArray]]:
-    """Counts ``[3, items]`` and microseconds ``[items]`` of each strand's items."""
-    counts = np.concatenate([item_counts(times.plan) for times in found], axis=1)
-    strands = np.concatenate([item_strands(times.plan) for times in found])
-    durations = np.concatenate([times.end - times.start for times in found])
-    chosen = [strands == strand for strand in range(len(found[0].plan.config.strands))]
-    return [(counts[:, each], durations[each]) for each in chosen]
 
 
 def _fit(counts: FloatArray, durations: FloatArray) -> list[float | None]:

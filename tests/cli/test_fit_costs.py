@@ -26,6 +26,7 @@ def test_the_times_are_printed_and_written_and_a_pipe_has_no_progress_in_it(tmp_
     kinds = {fit["kind"]: fit["strands"] for fit in json.loads(path.read_text())["fits"]}
     assert set(kinds) == {"wide", "narrow", "both"}
     assert kinds["wide"]["wide"]["measured_us"]["key step"] is not None
+    assert all(strand["measured_us"]["key step"] is not None for strand in kinds["both"].values())
     assert kinds["wide"]["narrow"]["untold"]["key step"] == "0 of the 8 items needed"
 
 
