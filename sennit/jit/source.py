@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sennit.errors import InvalidInput
+from sennit.errors import BuildUnavailable, InvalidInput
 
 __all__ = ["Source"]
 
@@ -52,3 +53,25 @@ class Source:
             raise InvalidInput("units", expected="one or more translation units of different names", got=names)
         if self.headers is not None and not self.headers.is_dir():
             raise InvalidInput("headers", expected="an existing folder", got=str(self.headers))
+
+    @classmethod
+    def in_folder(
+        cls,
+        folder: Path,
+        name: str,
+        files: Sequence[str],
+        flags: tuple[str, ...],
+        *,
+        purpose: str = "",
+        last_flags: tuple[str, ...] = (),
+    ) -> Source:
+        """The source of a library whose units and headers are files of one folder.
+
+        Raises:
+            BuildUnavailable: they cannot be read, as where a package is imported from an archive.
+        """
+        try:
+            units = tuple((file, (folder / file).read_text()) for file in files)
+        except OSError as error:
+            raise BuildUnavailable(f"the C++ source of {name!r} cannot be read: {error}") from error
+        return cls(name, units, folder, flags, purpose, last_flags)

@@ -141,8 +141,8 @@ def planner_source() -> Source:
     """The library's source. Its sums must be those of NumPy, in which nothing is fused, whatever flags a user adds."""
     from sennit import jit  # imported when it is needed: importing Sennit should take no time
 
-    units = (("planner.cpp", (CSRC / "planner.cpp").read_text()),)
-    return jit.Source("planner", units, CSRC, ("-O2",), last_flags=("-fno-fast-math", "-ffp-contract=off"))
+    last_flags = "-fno-fast-math", "-ffp-contract=off"
+    return jit.Source.in_folder(CSRC, "planner", ("planner.cpp",), ("-O2",), last_flags=last_flags)
 
 
 @cache

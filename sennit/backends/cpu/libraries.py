@@ -35,19 +35,21 @@ ELEMENTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"
 def attention_source(dtype: torch.dtype, kv_dtype: torch.dtype) -> jit.Source:
     """Attention for queries and outputs of ``dtype`` and keys and values of ``kv_dtype``."""
     defined = (f"-DSENNIT_QUERY={ELEMENTS[dtype]}", f"-DSENNIT_STORED={ELEMENTS[kv_dtype]}")
-    units = tuple((name, (CSRC / name).read_text()) for name in ("wide.cpp", "narrow.cpp", "attention.cpp"))
     purpose = " / ".join(str(each).removeprefix("torch.") for each in dict.fromkeys([dtype, kv_dtype]))
-    return jit.Source("cpu-attention", units, CSRC, (*instruction_set().flags, *defined), purpose)
+    return jit.Source.in_folder(
+        CSRC, "cpu-attention", ("wide.cpp", "narrow.cpp", "attention.cpp"), (*instruction_set().flags, *defined),
+        purpose=purpose,
+    )  # fmt: skip
 
 
 def cache_source() -> jit.Source:
     """Appends and copies of pages."""
-    return jit.Source("cpu-cache", (("cache.cpp", (CSRC / "cache.cpp").read_text()),), CSRC, instruction_set().flags)
+    return jit.Source.in_folder(CSRC, "cpu-cache", ("cache.cpp",), instruction_set().flags)
 
 
 def linear_source() -> jit.Source:
     """Linear layers of few rows in bfloat16, for processors that multiply pairs of them."""
-    return jit.Source("cpu-linear", (("linear.cpp", (CSRC / "linear.cpp").read_text()),), CSRC, instruction_set().flags)
+    return jit.Source.in_folder(CSRC, "cpu-linear", ("linear.cpp",), instruction_set().flags)
 
 
 def warm_sources() -> list[jit.Source]:
@@ -60,7 +62,7 @@ def check_libraries() -> None:
     """Check that libraries can be built, or else are there for one pair of dtypes at least; nothing is built for it.
 
     Raises:
-        BuildUnavailable: neither, or the machine lacks what ``SENNIT_CPU_ISA`` names.
+        BuildUnavailable: neither, or the machine lacks what ``SENNIT_CPU_ISA`` names, or their source cannot be read.
     """
     _check(jit.surroundings(), cpu_isa())
 
@@ -69,11 +71,12 @@ def check_libraries() -> None:
 def _check(surroundings: tuple[str | None, ...], isa: str | None) -> None:
     """Where they last, what they decide does too: every plan asks."""
     instruction_set()
+    copies = cache_source()
     try:
         jit.check_buildable()
     except BuildUnavailable:
         pairs = (attention_source(*pair) for pair in product(ELEMENTS, repeat=2))
-        if not (jit.find(cache_source()) and any(map(jit.find, pairs))):
+        if not (jit.find(copies) and any(map(jit.find, pairs))):
             raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from threading import Lock
@@ -13,12 +14,14 @@ import torch
 from sennit.backends.base import Attend, Support
 from sennit.backends.floats import dense_columns
 from sennit.backends.gpus.device import current_stream, made_current
+from sennit.backends.gpus.variant import has_trees
+from sennit.plan.cost import KernelConfig
 from sennit.plan.tensors import Header
 from sennit.spec import AttentionSpec
 
 __all__ = [
-    "ALIGNED", "addresses", "attend_dense", "contiguous", "installed", "launch_captures", "merge_counters",
-    "printed_change", "remember",
+    "ALIGNED", "Form", "addresses", "attend_dense", "contiguous", "form_key", "installed", "launch_captures",
+    "printed_change", "remember", "room_for_merges",
 ]  # fmt: skip
 
 _Value = TypeVar("_Value")
@@ -42,6 +45,49 @@ def installed() -> Support:
             return Support.not_yet(f"Triton {version} is older than 3.6; pip install -U triton")
         return Support.yes()
     return Support.not_yet("Triton is not installed; pip install triton")
+
+
+@dataclass(kw_only=True)
+class Form:
+    """What launches of one layer over tensors of the same form have in common, whatever kernels they are of.
+
+    Attributes:
+        spec, config: kept, since their addresses stand for them in :func:`form_key`.
+        change: the layer's functions, printed, or None.
+        strides: of all tensors, as the kernels take them.
+        no_partials, no_counters: stand for partial results, and for counts of them, where there are none.
+    """
+
+    spec: AttentionSpec
+    config: KernelConfig
+    change: Any
+    strides: tuple[int, ...]
+    no_partials: torch.Tensor
+    no_counters: torch.Tensor
+
+
+def form_key(launch: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
+    """What Triton compiles for, and what a :class:`Form` remembers, of a launch over these tensors."""
+    lse = launch.lse
+    return (
+        id(launch.spec), id(launch.config), launch.page_size, has_trees(launch.arrays), q.device.index,
+        launch.kv_lens is None, launch.packed_mask is None,
+        q.stride(), k.stride(), v.stride(), out.stride(), None if lse is None else lse.stride(),
+        q.data_ptr() % ALIGNED, k.data_ptr() % ALIGNED, v.data_ptr() % ALIGNED, out.data_ptr() % ALIGNED,
+    )  # fmt: skip
+
+
+def room_for_merges(
+    launch: Attend, form: Form, device: torch.device, *, fixed: bool, counted: int = 1
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Rows of partial results, memory for them, and ``counted`` counters for each merge."""
+    arrays, config = launch.arrays, form.config
+    num_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
+    if not num_rows:
+        return 0, form.no_partials, form.no_counters
+    partials = torch.empty(num_rows * (form.spec.head_dim_vo + 1), dtype=torch.float32, device=device)
+    num_merges = config.max_merges if fixed else arrays[Header.NUM_MERGES]
+    return num_rows, partials, merge_counters(device, counted * num_merges)
 
 
 def remember(known: dict[tuple[Any, ...], _Value], form: tuple[Any, ...], value: _Value) -> _Value:

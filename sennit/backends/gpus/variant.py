@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import secrets
+import sys
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from sennit.backends.base import Attend
 from sennit.jit.files import hash_bytes
@@ -39,15 +39,24 @@ class LayerVariant:
     logits_soft_cap: float | None
     trees: bool
     source: str = field(init=False)
+    _source: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        """Read when it is imported, as what runs was; a file may be replaced under a process that runs."""
+        super().__init_subclass__()
+        modules = dict.fromkeys(kind.__module__ for kind in cls.__mro__[:-1])
+        cls._source = hash_bytes("".join(map(_source_of, modules)).encode())
 
     def __post_init__(self) -> None:
-        files = tuple(inspect.getfile(kind) for kind in type(self).__mro__[:-1])
-        object.__setattr__(self, "source", _hash_of_files(files))
+        object.__setattr__(self, "source", self._source)
 
 
-@cache
-def _hash_of_files(files: tuple[str, ...]) -> str:
-    return hash_bytes(b"".join(Path(file).read_bytes() for file in files))
+def _source_of(module: str) -> str:
+    """A module's text; where there is none, as in an interactive session, something that no kernel was kept by."""
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):
+        return secrets.token_hex()
 
 
 def layer_facts(launch: Attend) -> dict[str, Any]:

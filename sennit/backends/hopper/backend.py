@@ -14,16 +14,18 @@ from sennit.backends.base import Attend, Support
 from sennit.backends.gpus.caching import PagedCache
 from sennit.backends.gpus.launching import (
     ALIGNED,
+    Form,
     addresses,
     attend_dense,
     contiguous,
+    form_key,
     installed,
     launch_captures,
-    merge_counters,
     printed_change,
     remember,
+    room_for_merges,
 )
-from sennit.backends.gpus.variant import has_trees, layer_facts
+from sennit.backends.gpus.variant import layer_facts
 from sennit.backends.hopper.configs import HopperConfig, columns_of, kernel_configs, takes
 from sennit.backends.hopper.pools import Rows, box_rows, rows_aligned, rows_of
 from sennit.backends.hopper.variant import WIDE_PARTS, Tile, Variant
@@ -81,34 +83,24 @@ class HopperBackend(PagedCache):
         attend_dense(launch, partial(_run, pauses=True))
 
 
-@dataclass
-class Form:
+@dataclass(kw_only=True)
+class HopperForm(Form):
     """What launches of one layer over tensors of the same form have in common.
 
     Attributes:
-        spec, config: kept, since their addresses stand for them.
         variant: what the kernel is compiled for.
-        change: the layer's functions, printed, or None.
         query_boxes: descriptors for the wide strand and for the narrow one, of no tensor yet; None: it has none.
         pool_boxes: the same of keys and of values, None where they are copied by rows.
-        strides: of all tensors, as the kernel takes them.
-        no_partials, no_counters: stand for partial results, and for counts of them, where there are none.
         kernel: once it is compiled, Triton need not look at every argument of a launch.
     """
 
-    spec: AttentionSpec
-    config: HopperConfig
     variant: Variant
-    change: Any
     query_boxes: tuple[Any, ...]
     pool_boxes: tuple[Any, ...]
-    strides: tuple[int, ...]
-    no_partials: torch.Tensor
-    no_counters: torch.Tensor
     kernel: Any = None
 
 
-_forms: dict[tuple[Any, ...], Form] = {}  # the oldest first
+_forms: dict[tuple[Any, ...], HopperForm] = {}  # the oldest first
 
 
 def _run(
@@ -120,30 +112,21 @@ def _run(
     times: torch.Tensor | None = None,
     pauses: bool = False,
 ) -> None:
-    spec, arrays, lse, mask = launch.spec, launch.arrays, launch.lse, launch.packed_mask
     k, v = _not_empty(launch.k), _not_empty(launch.v)
     key = (
-        id(spec), id(launch.config), launch.page_size, has_trees(arrays), q.device.index, launch.kv_lens is None,
-        mask is None, times is None, pauses, _is_ordinary(launch.sm_scale),
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(),
-        None if lse is None else lse.stride(), *(tensor.data_ptr() % ALIGNED for tensor in (q, k, v, out)),
+        *form_key(launch, q, k, v, out), times is None, pauses, _is_ordinary(launch.sm_scale), q.shape, k.shape, v.shape
     )  # fmt: skip
     form = _forms.get(key) or remember(_forms, key, _form(launch, q, k, v, out, pauses=pauses))
-    config = form.config
-    num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
-    partials, counters = form.no_partials, form.no_counters
-    if num_partial_rows:
-        partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
-        num_merges = config.max_merges if fixed else arrays[Header.NUM_MERGES]
-        counters = merge_counters(q.device, WIDE_PARTS * num_merges)
+    num_partial_rows, partials, counters = room_for_merges(launch, form, q.device, fixed=fixed, counted=WIDE_PARTS)
     read = launch.plan, launch.page_table, contiguous(launch.kv_lens), q
     query_boxes = [_described(q, boxes) for boxes in form.query_boxes]
     pools = [_described(pool, boxes) for pool, boxes in zip((k, v), form.pool_boxes, strict=True)]
     written = (
-        out, lse, partials, counters, times, mask, contiguous(launch.sinks), contiguous(launch.alibi_slopes)
+        out, launch.lse, partials, counters, times, launch.packed_mask,
+        contiguous(launch.sinks), contiguous(launch.alibi_slopes),
     )  # fmt: skip
     others = launch_captures(launch), launch.sm_scale, num_partial_rows, *form.strides, form.variant, form.change
-    grid = (config.num_workers, 1, 1)
+    grid = (form.config.num_workers, 1, 1)
     if form.kernel is not None:
         if not form.variant.boxes:
             pools = addresses((k, v))
@@ -151,7 +134,7 @@ def _run(
         return
     pools = [pool if boxes is None else boxes for pool, boxes in zip((k, v), pools, strict=True)]
     compiled = _kernel()[grid](*read, *query_boxes, *pools, *written, *others, num_warps=4)
-    if not spec.captures:  # whose forms are not in the key
+    if not launch.spec.captures:  # whose forms are not in the key
         form.kernel = compiled
 
 
@@ -187,7 +170,7 @@ def _described(tensor: torch.Tensor, boxes: Any) -> Any:
 
 def _form(
     launch: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, pauses: bool
-) -> Form:
+) -> HopperForm:
     spec, config, lse = launch.spec, cast(HopperConfig, launch.config), launch.lse
     columns, group_size = columns_of(spec), spec.group_size
     rows = rows_of(k, columns), rows_of(v, columns)
@@ -205,11 +188,11 @@ def _form(
         pauses=pauses,
     )
     pools = [_pool_boxes(pool, of, variant) for pool, of in zip((k, v), rows, strict=True)]
-    return Form(
-        spec,
-        config,
-        variant,
-        printed_change(spec),
+    return HopperForm(
+        spec=spec,
+        config=config,
+        change=printed_change(spec),
+        variant=variant,
         query_boxes=(
             _query_boxes(q, config.wide, WIDE_PARTS, variant),
             _query_boxes(q, config.narrow, 1, variant),

@@ -16,14 +16,16 @@ from sennit.backends.gpus.caching import PagedCache
 from sennit.backends.gpus.device import ampere_or_newer
 from sennit.backends.gpus.launching import (
     ALIGNED,
+    Form,
     addresses,
     attend_dense,
     contiguous,
+    form_key,
     installed,
     launch_captures,
-    merge_counters,
     printed_change,
     remember,
+    room_for_merges,
 )
 from sennit.backends.gpus.variant import has_trees, layer_facts
 from sennit.backends.triton.costs import (
@@ -36,7 +38,6 @@ from sennit.backends.triton.costs import (
 )
 from sennit.backends.triton.variant import Variant
 from sennit.plan.cost import KernelConfig
-from sennit.plan.tensors import Header
 from sennit.spec import AttentionSpec
 
 __all__ = ["TritonBackend"]
@@ -93,94 +94,76 @@ def _kernels() -> Kernels:
     return Kernels(attend_kernel, merge_kernel)
 
 
-@dataclass
-class Compiled:
+@dataclass(kw_only=True)
+class TritonForm(Form):
     """What launches of one layer over tensors of the same form have in common.
 
     Attributes:
-        spec, config: kept, since their addresses stand for them.
-        strides: of all tensors, as the kernel takes them.
+        config: that of this backend.
         variants: what the kernel is compiled for, one a strand.
-        change: the layer's functions, printed, or None.
-        no_partials, no_counters: stand for partial results, and for counts of them, where there are none.
         kernels: by strand, and whether the launch before may go on: once they are compiled, Triton need not look at
             every argument of a launch.
         merge: the kernel that merges, likewise.
     """
 
-    spec: AttentionSpec
     config: TritonConfig
-    strides: tuple[int, ...]
     variants: tuple[Variant, ...]
-    change: Any
-    no_partials: torch.Tensor
-    no_counters: torch.Tensor
     kernels: dict[tuple[int, bool], Any] = field(default_factory=dict)
     merge: Any = None
 
 
-_compiled: dict[tuple[Any, ...], Compiled] = {}  # the oldest first
+_forms: dict[tuple[Any, ...], TritonForm] = {}  # the oldest first
 
 
 def _run(launch: Attend, q: torch.Tensor, out: torch.Tensor, *, fixed: bool) -> None:
     """The attention kernel for each strand that has work, or may have when a graph is replayed."""
-    spec, k, v, lse = launch.spec, launch.k, launch.v, launch.lse
-    arrays, kv_lens, mask = launch.arrays, launch.kv_lens, launch.packed_mask
-    key = (
-        id(spec), id(launch.config), launch.page_size, has_trees(arrays), q.device.index, kv_lens is None, mask is None,
-        q.stride(), k.stride(), v.stride(), out.stride(), None if lse is None else lse.stride(),
-        q.data_ptr() % ALIGNED, k.data_ptr() % ALIGNED, v.data_ptr() % ALIGNED, out.data_ptr() % ALIGNED,
-    )  # fmt: skip
-    known = _compiled.get(key) or remember(_compiled, key, _form(launch, q, out))
-    config = known.config
-    num_partial_rows = config.max_partial_rows if fixed else arrays[Header.NUM_PARTIAL_ROWS]
-    partials, counters = known.no_partials, known.no_counters
-    if num_partial_rows:
-        partials = q.new_empty(num_partial_rows * (spec.head_dim_vo + 1), dtype=torch.float32)
-        counters = merge_counters(q.device, config.max_merges if fixed else arrays[Header.NUM_MERGES])
+    key = form_key(launch, q, launch.k, launch.v, out)
+    form = _forms.get(key) or remember(_forms, key, _form(launch, q, out))
+    config = form.config
+    num_partial_rows, partials, counters = room_for_merges(launch, form, q.device, fixed=fixed)
     tensors = (
-        launch.plan, launch.page_table, contiguous(kv_lens), q, k, v, out, lse, partials, counters, mask,
-        contiguous(launch.sinks), contiguous(launch.alibi_slopes),
+        launch.plan, launch.page_table, contiguous(launch.kv_lens), q, launch.k, launch.v, out, launch.lse, partials,
+        counters, launch.packed_mask, contiguous(launch.sinks), contiguous(launch.alibi_slopes),
     )  # fmt: skip
-    others = launch_captures(launch), launch.sm_scale, num_partial_rows, *known.strides
-    strands = range(len(config.strands)) if fixed else arrays.strands_with_items
+    others = launch_captures(launch), launch.sm_scale, num_partial_rows, *form.strides
+    strands = range(len(config.strands)) if fixed else launch.arrays.strands_with_items
     for strand in strands:
         tile = config.tiles[strand]
         grid = (int(config.workers[strand]), 1, 1)
         follows = strand > 0 and len(strands) > 1 and config.combine == "apart"
-        kernel = known.kernels.get((strand, follows))
+        kernel = form.kernels.get((strand, follows))
         if kernel is not None:
-            kernel[grid](*addresses(tensors), *others, known.variants[strand], known.change)
+            kernel[grid](*addresses(tensors), *others, form.variants[strand], form.change)
             continue
         options = {"launch_pdl": True} if follows else {}
         compiled = _kernels().attend[grid](
-            *tensors, *others, known.variants[strand], known.change,
+            *tensors, *others, form.variants[strand], form.change,
             num_warps=tile.num_warps, enable_fp_fusion=True, **options,
         )  # fmt: skip
-        if not spec.captures:  # whose forms are not in the key
-            known.kernels[strand, follows] = compiled
-    if num_partial_rows and 0 in strands and not known.variants[0].merges_itself:
-        _merge(launch, out, partials, num_partial_rows, known)
+        if not launch.spec.captures:  # whose forms are not in the key
+            form.kernels[strand, follows] = compiled
+    if num_partial_rows and 0 in strands and not form.variants[0].merges_itself:
+        _merge(launch, out, partials, num_partial_rows, form)
 
 
-def _merge(launch: Attend, out: torch.Tensor, partials: torch.Tensor, num_partial_rows: int, known: Compiled) -> None:
+def _merge(launch: Attend, out: torch.Tensor, partials: torch.Tensor, num_partial_rows: int, form: TritonForm) -> None:
     """The kernel that merges what the first strand has split."""
-    grid = (known.config.num_workers, MERGING_WORKERS, 1)
+    grid = (form.config.num_workers, MERGING_WORKERS, 1)
     tensors = launch.plan, out, launch.lse, partials, contiguous(launch.sinks)
-    others = num_partial_rows, *known.strides[-4:], known.variants[0]
-    if known.merge is None:
-        known.merge = _kernels().merge[grid](*tensors, *others, enable_fp_fusion=True)
+    others = num_partial_rows, *form.strides[-4:], form.variants[0]
+    if form.merge is None:
+        form.merge = _kernels().merge[grid](*tensors, *others, enable_fp_fusion=True)
     else:
-        known.merge[grid](*addresses(tensors), *others)
+        form.merge[grid](*addresses(tensors), *others)
 
 
-def _form(launch: Attend, q: torch.Tensor, out: torch.Tensor) -> Compiled:
+def _form(launch: Attend, q: torch.Tensor, out: torch.Tensor) -> TritonForm:
     spec, lse, config = launch.spec, launch.lse, cast(TritonConfig, launch.config)
     pools = (*_pool_strides(launch.k), *_pool_strides(launch.v))
     written = (*out.stride()[:2], *((0, 0) if lse is None else lse.stride()))
-    return Compiled(
-        spec,
-        config,
+    return TritonForm(
+        spec=spec,
+        config=config,
         strides=(*q.stride()[:2], *pools, *written),
         variants=tuple(_variant(launch, config, strand) for strand in range(len(config.tiles))),
         change=printed_change(spec),
