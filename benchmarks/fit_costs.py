@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from rich.table import Table
 from sennit import AttentionSpec
 from sennit.bench.host import describe_host
 from sennit.bench.items import ItemTimes, compared_times, measure_items
-from sennit.cli.output import check_files, console, errors_in_words, progress_between, write_json
+from sennit.cli.output import as_typed, console, errors_in_words, file_to_write, progress_between, write_json
 from sennit.device import resolve_device
+from sennit.errors import SennitError
 
 BATCHES = {
     "wide": ("8192@8192", "2048@16384", "4*2048@2048", "300@9000"),
@@ -35,7 +36,10 @@ def main() -> None:
     """Measure, print, and write what was found; or say what is wrong."""
     try:
         with errors_in_words():
-            _main()
+            try:
+                _main()
+            except SennitError as error:
+                raise as_typed(error, {"backend": "--backend"}) from error
     except typer.Exit as end:
         sys.exit(end.exit_code)
 
@@ -44,9 +48,9 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", required=True)
     parser.add_argument("--small", action="store_true", help="batches that reference-items can run")
-    parser.add_argument("--out", type=Path, help="write the times to this file, as JSON")
+    parser.add_argument("--out", metavar="FILE", help="write the times to this file, as JSON")
     options = parser.parse_args()
-    check_files({"--out": options.out})
+    file = file_to_write("--out", options.out)
     device = resolve_device("cuda" if torch.cuda.is_available() else "cpu")
     heads = (4, 2) if options.small else (32, 8)
     spec = AttentionSpec(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim=128, dtype=torch.bfloat16)
@@ -69,14 +73,17 @@ def _main() -> None:
         }
         for (kind, configuration), times in found.items()
     ]
-    console().print(_table(fits))
-    if options.out is not None:
+    stdout = console()
+    stdout.print(_table(fits))
+    for line in _untold(fits):
+        stdout.print(line, soft_wrap=True)
+    if file is not None:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        write_json(describe_host() | {"gpu": gpu, "fits": fits}, options.out)
+        write_json(describe_host() | {"gpu": gpu, "fits": fits}, file)
 
 
 def _table(fits: list[dict[str, Any]]) -> Table:
-    made = Table("batches", "configuration", "strand", "of", "planned us", "measured us")
+    made = Table("batches", "configuration", "strand", "of", "configured us", "measured us")
     for fit in fits:
         for strand, times in fit["strands"].items():
             for name, planned in times["planned_us"].items():
@@ -84,6 +91,15 @@ def _table(fits: list[dict[str, Any]]) -> Table:
                 if measured is not None:
                     made.add_row(fit["kind"], fit["configuration"], strand, name, f"{planned:.3f}", f"{measured:.3f}")
     return made
+
+
+def _untold(fits: list[dict[str, Any]]) -> Iterator[str]:
+    """What is not in the table, and why: a line for each strand and reason."""
+    for fit in fits:
+        for strand, times in fit["strands"].items():
+            for reason in dict.fromkeys(times["untold"].values()):
+                names = ", ".join(name for name, why in times["untold"].items() if why == reason)
+                yield f"{fit['kind']}, {fit['configuration']}, {strand}: {names} cannot be told: {reason}"
 
 
 if __name__ == "__main__":

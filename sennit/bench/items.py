@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ PARTS = ("item and head", "key step", "partial result")  # that `item_counts` co
 LAUNCHES = 7  # of which the one of median length is taken
 FEWEST_SEEN = 8  # items that have something, from which its time can be told
 TOO_ALIKE = "its items differ too little"
+BELOW_ZERO = "what fits best is below zero"  # the items did not run as a sum of such times
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,24 +132,24 @@ def compared_times(found: Sequence[ItemTimes]) -> dict[str, dict[str, Any]]:
     compared: dict[str, dict[str, Any]] = {}
     for number, (strand, planned) in enumerate(zip(config.strands, strand_times(config).tolist(), strict=True)):
         of_strand = strands == number
-        seen = (counts[:, of_strand] > 0).sum(axis=1).tolist()
-        measured = dict(zip(PARTS, _fit(counts[:, of_strand], durations[of_strand]), strict=True))
+        fitted = dict(zip(PARTS, _fit(counts[:, of_strand], durations[of_strand]), strict=True))
         compared[strand.name] = {
             "planned_us": dict(zip(PARTS, planned, strict=True)),
-            "measured_us": measured,
-            "untold": {
-                part: f"{count} of the {FEWEST_SEEN} items needed" if count < FEWEST_SEEN else TOO_ALIKE
-                for part, count in zip(PARTS, seen, strict=True)
-                if measured[part] is None
-            },
+            "measured_us": {part: None if isinstance(time, str) else time for part, time in fitted.items()},
+            "untold": {part: time for part, time in fitted.items() if isinstance(time, str)},
         }
     return compared
 
 
-def _fit(counts: FloatArray, durations: FloatArray) -> list[float | None]:
-    known = (counts > 0).sum(axis=1) >= FEWEST_SEEN
+def _fit(counts: FloatArray, durations: FloatArray) -> list[float | str]:
+    """Time of each part, or why it cannot be told."""
+    seen = (counts > 0).sum(axis=1).tolist()
+    known = np.array(seen) >= FEWEST_SEEN
     columns = counts[known].T
-    if not known.any() or np.linalg.matrix_rank(columns) < columns.shape[1]:
-        return [None] * len(counts)
-    fitted = iter(np.linalg.lstsq(columns, durations, rcond=None)[0].tolist())
-    return [next(fitted) if seen else None for seen in known]
+    fitted: Iterator[float | str]
+    if np.linalg.matrix_rank(columns) < columns.shape[1]:
+        fitted = repeat(TOO_ALIKE)
+    else:
+        times = np.linalg.lstsq(columns, durations, rcond=None)[0].tolist()
+        fitted = (BELOW_ZERO if time < 0 else time for time in times)
+    return [next(fitted) if count >= FEWEST_SEEN else f"{count} of the {FEWEST_SEEN} items needed" for count in seen]

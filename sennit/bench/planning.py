@@ -23,6 +23,7 @@ __all__ = [
     "FLASHINFER_MICROSECONDS",
     "WORKLOADS",
     "PlanningTime",
+    "check",
     "check_coverage",
     "imbalance",
     "item_counts",
@@ -70,6 +71,15 @@ class PlanningTime:
     items: int
     imbalance: float
     flashinfer: float | None
+
+
+def check(text: str) -> None:
+    """Check that a batch can be planned.
+
+    Raises:
+        InvalidInput: it cannot, or the text is not a batch.
+    """
+    _plan(Batch.parse(text, page_size=PAGE_SIZE), example_config())
 
 
 def measure(text: str, *, repeat: int = 400, warmup: int = 20, config: KernelConfig | None = None) -> PlanningTime:

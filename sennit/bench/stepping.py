@@ -11,6 +11,7 @@ import torch
 
 from sennit.attention import BatchAttention
 from sennit.bench.correctness import Check, find_truth
+from sennit.bench.tensors import check_memory
 from sennit.bench.timing import Times, no_garbage_collection
 from sennit.check.problems import Problem
 from sennit.errors import InvalidInput, SennitError
@@ -19,7 +20,7 @@ from sennit.plan.batch import Batch
 from sennit.plan.grammar import parse_lengths
 from sennit.spec import AttentionSpec
 
-__all__ = ["WORKLOADS", "StepTimes", "measure"]
+__all__ = ["WORKLOADS", "StepTimes", "check", "measure"]
 
 PAGE_SIZE = 16
 NUM_LAYERS = 4
@@ -50,6 +51,34 @@ class StepTimes:
     end: Times
 
 
+def check(text: str, device: torch.device) -> tuple[list[int], list[int]]:
+    """Whether a batch's steps can be measured: its ``(q_lens, kv_lens)`` if so.
+
+    Raises:
+        InvalidInput: the text is not a batch of new tokens that are stored, or the host has no memory for them.
+    """
+    q_lens, kv_lens = parse_lengths(text)
+    if not q_lens:
+        raise InvalidInput("batch", expected="at least one request", got=repr(text), hint="write 128*1@1024")
+    for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
+        if not 0 < q_len <= kv_len:
+            raise InvalidInput(
+                "batch", expected="requests of at least one new token, and no more than are visible",
+                got=f"{q_len}@{kv_len} in {text!r}",
+            )  # fmt: skip
+    stored = max(kv_len - q_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True))
+    cached = NUM_LAYERS * _cache_tokens(q_lens, kv_lens)
+    check_memory(SPEC, max(sum(q_lens), stored), cached + sum(kv_lens), device)  # outputs are compared with all keys
+    return q_lens, kv_lens
+
+
+def _cache_tokens(q_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
+    """Tokens of a cache in which sequences share the pages of what is stored."""
+    own = sum(-(-q_len // PAGE_SIZE) + 1 for q_len in q_lens)
+    stored = max(kv_len - q_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True))
+    return (own + stored // PAGE_SIZE + 1) * PAGE_SIZE
+
+
 def measure(text: str, *, device: torch.device, backend: str = "auto", repeat: int = 100, warmup: int = 5) -> StepTimes:
     """Check one step of a cache with four layers of 32/8 heads, and time it again and again.
 
@@ -64,22 +93,14 @@ def measure(text: str, *, device: torch.device, backend: str = "auto", repeat: i
         warmup: steps to make before.
 
     Raises:
-        InvalidInput: ``repeat`` is not positive, or the text is not a batch of new tokens that are stored.
+        InvalidInput: ``repeat`` is not positive, or the batch cannot be measured, see :func:`check`.
         SennitError: a step's output is wrong; nothing is timed then.
     """
     if repeat < 1:
         raise InvalidInput("repeat", expected="a positive number of steps", got=repeat)
-    q_lens, kv_lens = parse_lengths(text)
-    if not q_lens:
-        raise InvalidInput("batch", expected="at least one request", got=repr(text), hint="write 128*1@1024")
-    for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
-        if not 0 < q_len <= kv_len:
-            raise InvalidInput(
-                "batch", expected="requests of at least one new token, and no more than are visible",
-                got=f"{q_len}@{kv_len} in {text!r}",
-            )  # fmt: skip
+    q_lens, kv_lens = check(text, device)
     subject = _Subject.of(q_lens, kv_lens, device, backend)
-    check = subject.checked()
+    checked = subject.checked()
     with no_garbage_collection():
         for _ in range(warmup):
             subject.take_step(_Samples())
@@ -89,7 +110,7 @@ def measure(text: str, *, device: torch.device, backend: str = "auto", repeat: i
     return StepTimes(
         batch=text,
         backend=subject.backend,
-        check=check,
+        check=checked,
         step=Times.of(samples.step),
         attend=Times.of(samples.attend),
         run=Times.of(samples.run),
@@ -125,14 +146,15 @@ class _Subject:
     def of(cls, q_lens: Sequence[int], kv_lens: Sequence[int], device: torch.device, backend: str) -> _Subject:
         """Sequences with everything stored but the new tokens."""
         stored = [kv_len - q_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
-        own = sum(-(-q_len // PAGE_SIZE) + 1 for q_len in q_lens)
-        cache = KVCache(
-            [SPEC] * NUM_LAYERS,
-            num_tokens=(own + max(stored) // PAGE_SIZE + 1) * PAGE_SIZE,
-            page_size=PAGE_SIZE,
-            device=device,
-            backend=backend,
-        )
+        num_tokens = _cache_tokens(q_lens, kv_lens)
+        try:
+            cache = KVCache(
+                [SPEC] * NUM_LAYERS, num_tokens=num_tokens, page_size=PAGE_SIZE, device=device, backend=backend
+            )
+        except InvalidInput as error:
+            if error.argument != "num_tokens":
+                raise
+            raise InvalidInput("batch", expected=error.expected, got=error.got, hint=error.hint) from error
         longest = cache.add()
         _fill(cache, longest, max(stored))
         sequences = [cache.fork(longest, length=length) for length in stored]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sennit.cli import bench_attention, bench_generate, bench_step
 from sennit.cli.output import (
-    check_files,
     command_group,
     console,
+    file_to_write,
     gauge,
     print_json,
     progress_between,
@@ -52,7 +51,8 @@ def plan(
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Plans to time for each batch.")] = 400,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the JSON to a file too.", show_default=False)
+        str | None,
+        typer.Option(metavar="FILE", path_type=str, help="Write the JSON to a file too.", show_default=False),
     ] = None,
 ) -> None:
     """Time the planner on the host: medians, for 32 query and 8 KV heads and 132 workers.
@@ -66,7 +66,7 @@ def plan(
     from sennit.bench.host import Observer, describe_host
     from sennit.plan.work import planner
 
-    check_files({"--out": out})
+    file = file_to_write("--out", out)
     observer = Observer()
     results = _measure(list(batches or ()), repeat)
     record = describe_host() | {
@@ -75,8 +75,8 @@ def plan(
         "activity": asdict(activity := observer.activity()),
         "batches": [asdict(result) for result in results],
     }
-    if out is not None:
-        write_json(record, out)
+    if file is not None:
+        write_json(record, file)
     if as_json:
         print_json(record)
     else:
@@ -86,8 +86,10 @@ def plan(
 def _measure(batches: list[str], repeat: int) -> list[PlanningTime]:
     from rich.progress import BarColumn, TextColumn
 
-    from sennit.bench.planning import WORKLOADS, measure
+    from sennit.bench.planning import WORKLOADS, check, measure
 
+    for text in batches:  # before any is measured, which would be lost
+        check(text)
     batches = batches or list(WORKLOADS)
     with progress_between(TextColumn("planning {task.description}", markup=False), BarColumn()) as bar:
         task = bar.add_task("", total=len(batches))

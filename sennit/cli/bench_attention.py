@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sennit.cli.output import check_files, fail, print_json, progress_between, write_json
+from sennit.cli.output import fail, file_to_write, print_json, progress_between, write_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -77,10 +77,12 @@ def attention(
         bool, typer.Option("--heat", help="Time a GPU after a rest and under sustained load too, with clock and power.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write everything to FILE, as JSON, after every workload.")
+        str | None,
+        typer.Option(metavar="FILE", path_type=str, help="Write everything to FILE, as JSON, after every workload."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the ratios; needs pip install 'sennit\\[bench]'.")
+        str | None,
+        typer.Option(metavar="FILE.png", path_type=str, help="Draw the ratios; needs pip install 'sennit\\[bench]'."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -112,10 +114,10 @@ def attention(
     place = resolve_device(device)
     kind = kind_of(place)
     chosen = choose_workloads(list(workloads or ()), kind.workloads)
-    check_files({"--out": out, "--picture": picture})
+    file, drawing = file_to_write("--out", out), file_to_write("--picture", picture)
     _check_options(place.type, threads=threads, heat=heat and not kind.heats)
     registry.check_runs(backend, place)
-    if picture is not None:
+    if drawing is not None:
         check_drawing()
     order = Order(
         device=place,
@@ -133,7 +135,7 @@ def attention(
     )
     order.find_peers()  # what is wrong with them is said before anything is measured
     with threads_of(threads):
-        run = _Run(order.setting, str(place), describe_host(), out)
+        run = _Run(order.setting, str(place), describe_host(), file)
         _measure(order, chosen, run)
     if not run.found:
         fail("; ".join(f"{failure.workload}: {failure.reason}" for failure in run.failures))
@@ -141,8 +143,8 @@ def attention(
         print_json(run.record)
     else:
         print_run(run.record, run.found)
-    if picture is not None:
-        draw(run.found, title(run.record), picture)
+    if drawing is not None:
+        draw(run.found, title(run.record), drawing)
     if run.failures:
         fail("; ".join(f"{failure.workload}: {failure.reason}" for failure in run.failures))
 

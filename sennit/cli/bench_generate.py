@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sennit.cli.generate import DTYPE, Dtype
 from sennit.cli.output import (
-    check_files,
     console,
     error_console,
     fail,
+    file_to_write,
     format_bytes,
     print_json,
     table,
@@ -54,7 +53,8 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the JSON to a file too.", show_default=False)
+        str | None,
+        typer.Option(metavar="FILE", path_type=str, help="Write the JSON to a file too.", show_default=False),
     ] = None,
 ) -> None:
     """Time greedy generation for prompts of equal and of unequal lengths, beside transformers'.
@@ -80,7 +80,7 @@ def generate(
             from sennit.hf import smollm2
     except ImportError as error:  # it says what to install
         fail(str(error))
-    check_files({"--out": out})
+    file = file_to_write("--out", out)
     settings = {} if max_batch_tokens is None else {"max_batch_tokens": max_batch_tokens}
     options = Options(
         str(smollm2.ensure()) if model is None else model,
@@ -96,8 +96,8 @@ def generate(
     )
     report = _measure(options)
     found = _as_json(report, smollm2.NAME if model is None else model)
-    if out is not None:
-        write_json(found, out)
+    if file is not None:
+        write_json(found, file)
     if as_json:
         print_json(found)
     else:

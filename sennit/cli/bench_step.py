@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sennit.cli.output import check_files, console, print_json, progress_between, table, write_json
+from sennit.cli.output import console, file_to_write, print_json, progress_between, table, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +38,8 @@ def step(
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to time for each batch.")] = 100,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the JSON to a file too.", show_default=False)
+        str | None,
+        typer.Option(metavar="FILE", path_type=str, help="Write the JSON to a file too.", show_default=False),
     ] = None,
 ) -> None:
     """Time what the host does for a step of a cache with four layers: medians and quartiles.
@@ -49,12 +49,15 @@ def step(
     from rich.progress import BarColumn, TextColumn
 
     from sennit.bench.host import Observer
-    from sennit.bench.stepping import WORKLOADS, measure
+    from sennit.bench.stepping import WORKLOADS, check, measure
     from sennit.device import resolve_device
 
     place = resolve_device(device)
-    check_files({"--out": out})
-    chosen, found, observer = batches or WORKLOADS, [], Observer()
+    file = file_to_write("--out", out)
+    chosen, found = batches or WORKLOADS, []
+    for text in chosen:  # before any is measured, which would be lost
+        check(text, place)
+    observer = Observer()
     with progress_between(TextColumn("steps of {task.description}", markup=False), BarColumn()) as bar:
         task = bar.add_task("", total=len(chosen))
         for text in chosen:
@@ -63,8 +66,8 @@ def step(
             bar.update(task, advance=1)
     activity = observer.activity()
     record = _record(found, str(place), repeat, activity)
-    if out is not None:
-        write_json(record, out)
+    if file is not None:
+        write_json(record, file)
     if as_json:
         print_json(record)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,16 +21,17 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from sennit.errors import InvalidInput
+    from sennit.errors import SennitError
 
 __all__ = [
     "INTERRUPTED",
-    "check_files",
+    "as_typed",
     "command_group",
     "console",
     "error_console",
     "errors_in_words",
     "fail",
+    "file_to_write",
     "format_bytes",
     "gauge",
     "print_json",
@@ -41,6 +43,17 @@ __all__ = [
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 ASKED = re.compile(r"allocate ([0-9.]+ (?:bytes|[KMGT]iB))")  # in the words of PyTorch and NumPy
+# What options with other names become.
+BECOMES = {
+    "num_qo_heads": "--heads",
+    "num_kv_heads": "--heads",
+    "head_dim_qk": "--head-dim",
+    "head_dim_vo": "--head-dim",
+    "num_sink_tokens": "--sink-tokens",
+    "kv_layout": "--layout",
+}
+# Of files that can be written and not replaced: their folder may not be written, or they are mounted by themselves.
+NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
 
 
 class Commands(TyperGroup):
@@ -48,22 +61,49 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
-        from sennit.errors import InvalidInput
+        from sennit.errors import InvalidInput, UnsupportedFeature
 
         with errors_in_words():
             try:
                 return super().invoke(ctx)
-            except InvalidInput as error:
-                raise self._as_typed(ctx, error) from error
+            except (InvalidInput, UnsupportedFeature) as error:
+                raise as_typed(error, self._options(ctx)) from error
 
-    def _as_typed(self, ctx: Any, error: InvalidInput) -> InvalidInput:
-        """The error, about the option that the user typed where it is about the parameter that the option became."""
+    def _options(self, ctx: Any) -> dict[str, str]:
+        """The options of the command that was asked for, by the names of what they become."""
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
-        options = {each.name: each.opts[0] for each in command.params if each.opts} if command else {}
-        option = options.get(error.argument, "")
-        if not option.startswith("-"):
-            return error
-        return type(error)(option, expected=error.expected, got=error.got, hint=error.hint)
+        named = {each.name: each.opts[0] for each in command.params if each.opts} if command else {}
+        options = {name: option for name, option in named.items() if name and option.startswith("-")}
+        return {name: option for name, option in BECOMES.items() if option in options.values()} | options
+
+
+def as_typed(error: SennitError, options: Mapping[str, str]) -> SennitError:
+    """The error, about the options that the user typed where it is about the parameters that they became.
+
+    Args:
+        error: what is wrong.
+        options: an option for the name of each parameter.
+
+    >>> from sennit.errors import InvalidInput
+    >>> error = InvalidInput("num_sink_tokens", expected="0 where window_left is None", got=4)
+    >>> print(as_typed(error, {"num_sink_tokens": "--sink-tokens", "window_left": "--window-left"}))
+    --sink-tokens: expected 0 where --window-left is None, got 4
+    """
+    from sennit.errors import InvalidInput, UnsupportedFeature
+
+    def named(names: str) -> str:
+        return ", ".join(options.get(name, name) for name in names.split(", "))
+
+    def within(text: str) -> str:  # a name of one word may be just that
+        return re.sub(r"(?<![\w.])[a-z]+_\w+", lambda name: options.get(name[0], name[0]), text)
+
+    if isinstance(error, InvalidInput):
+        return type(error)(
+            named(error.argument), expected=within(error.expected), got=error.got, hint=within(error.hint)
+        )
+    if isinstance(error, UnsupportedFeature):
+        return type(error)(named(error.feature), within(error.reason))
+    return error
 
 
 @contextmanager
@@ -170,7 +210,9 @@ def print_json(value: object) -> None:
 
 
 def write_json(value: object, path: Path, *, last: bool = True) -> None:
-    """Write a value to a file as :func:`print_json` prints it; at no time does a file hold half of it.
+    """Write a value to a file as :func:`print_json` prints it; the file keeps its mode.
+
+    At no time does it hold half of the value, unless it can only be written where it is, as in a folder that cannot.
 
     Args:
         value: what to write.
@@ -181,19 +223,29 @@ def write_json(value: object, path: Path, *, last: bool = True) -> None:
     Raises:
         OSError: the last value could not be written.
     """
-    from sennit.jit.files import write_atomically
-
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     try:
         if _is_special(path):
             path.write_text(text)
         else:
-            write_atomically(_target(path), text)
+            _write_file(_target(path), text)
     except OSError as error:
         if last:
             typer.echo(text, nl=False)
             reason = f"{error.strerror or error}; what should be in it is on standard output"
             raise OSError(error.errno, reason, str(path)) from error
+
+
+def _write_file(path: Path, text: str) -> None:
+    """Replace a file, or write it where it is if that is all that may be done."""
+    from sennit.jit.files import write_atomically
+
+    try:
+        write_atomically(path, text, mode=path.stat().st_mode & 0o7777 if path.exists() else None)
+    except OSError as error:
+        if error.errno not in NOT_REPLACED or not path.is_file():
+            raise
+        path.write_text(text)
 
 
 def _is_special(path: Path) -> bool:
@@ -206,25 +258,42 @@ def _target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def check_files(files: Mapping[str, Path | None]) -> None:
-    """Refuse, before a long run, what could not be written after it: ``{option: file, or None where there is none}``.
+def file_to_write(option: str, name: str | None) -> Path | None:
+    """The file of that name, if any; before a long run, what could not be written after it is refused.
+
+    Args:
+        option: that names the file.
+        name: as it was typed: in a path, the sign of a folder at its end would be lost.
 
     Raises:
-        InvalidInput: a file's folder does not exist or cannot be written, or it is a folder itself.
+        InvalidInput: the file's folder does not exist, or it cannot be written, is a folder, or a link to itself.
     """
     from sennit.errors import InvalidInput
 
-    for option, path in files.items():
-        if path is None:
-            continue
-        if path.is_dir():
-            got = "the current folder" if path == Path() else f"the folder {path}"  # an empty name is the former
-            raise InvalidInput(option, expected="a file", got=got, hint="add the file's name")
-        folder = _target(path).parent
-        if not folder.is_dir():
-            raise InvalidInput(option, expected="a file in an existing folder", got=str(path), hint=f"make {folder}")
-        if not os.access(path if _is_special(path) else folder, os.W_OK):
-            raise InvalidInput(option, expected="a file that may be written", got=str(path), hint="choose another")
+    if name is None:
+        return None
+    path = Path(name)
+    if path.is_dir() or name.endswith(("/", "/.")):
+        got = "the current folder" if path == Path() else f"the folder {name}"  # an empty name is the former
+        raise InvalidInput(option, expected="a file", got=got, hint="add the file's name")
+    if _leads_nowhere(path):
+        got = f"{name}, a symbolic link that leads back to itself"
+        raise InvalidInput(option, expected="a file", got=got, hint="remove it, or choose another")
+    folder = _target(path).parent
+    if not folder.is_dir():
+        raise InvalidInput(option, expected="a file in an existing folder", got=name, hint=f"make {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidInput(option, expected="a file that may be written", got=name, hint="choose another")
+    return path
+
+
+def _leads_nowhere(path: Path) -> bool:
+    """Whether symbolic links on the way lead back to themselves."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def table(title: str, *columns: str) -> Table:
@@ -235,6 +304,7 @@ def table(title: str, *columns: str) -> Table:
     made = Table(
         title=title,
         title_justify="left",
+        caption_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
         header_style="dim",

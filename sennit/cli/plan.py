@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Combine", "plan"]
 
 MOST_ROWS = 20  # of the table of segments
+MOST_WORKERS = 2**16  # no GPU has a hundredth of them
 
 
 # How strands share the device, by ``KernelConfig.combine``.
@@ -102,10 +103,13 @@ def plan(
 def _spec(heads: str, head_dim: str) -> AttentionSpec:
     import torch
 
+    from sennit.errors import InvalidInput
     from sennit.spec import AttentionSpec
 
     num_qo_heads, num_kv_heads = _pair("--heads", heads, "two numbers, as in 32/8")
-    dim_qk, dim_vo = _pair("--head-dim", head_dim if "/" in head_dim else f"{head_dim}/{head_dim}", "128 or 192/128")
+    if num_qo_heads % num_kv_heads:
+        raise InvalidInput("--heads", expected="query heads that KV heads divide, as in 32/8", got=repr(heads))
+    dim_qk, dim_vo = _pair("--head-dim", head_dim, "one number or two, as in 128 or 192/128", alone=True)
     return AttentionSpec(
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
@@ -115,13 +119,19 @@ def _spec(heads: str, head_dim: str) -> AttentionSpec:
     )
 
 
-def _pair(option: str, text: str, expected: str) -> tuple[int, int]:
+def _pair(option: str, text: str, expected: str, *, alone: bool = False) -> tuple[int, int]:
+    """Two numbers with a slash between them, or if ``alone`` one that stands for both."""
     from sennit.errors import InvalidInput
+    from sennit.plan.integers import INT32_MAX
 
-    first, _, second = text.partition("/")
-    if not (first.strip().isdecimal() and second.strip().isdecimal()):
+    first, slash, second = map(str.strip, text.partition("/"))
+    if alone and not slash:
+        second = first
+    if not (first.isdecimal() and second.isdecimal()):
         raise InvalidInput(option, expected=expected, got=repr(text))
-    return int(first), int(second)
+    if max(len(first), len(second)) > 10 or min(pair := (int(first), int(second))) < 1 or max(pair) > INT32_MAX:
+        raise InvalidInput(option, expected=f"{expected}, from 1 to {INT32_MAX}", got=repr(text))
+    return pair
 
 
 def _example(workers: int | None, combine: Combine | None) -> Sequence[KernelConfig]:
@@ -131,9 +141,11 @@ def _example(workers: int | None, combine: Combine | None) -> Sequence[KernelCon
 
 
 def _check_options(backend: str | None, *, measure: bool, workers: int | None, combine: Combine | None) -> None:
-    """Refuse what means nothing with a backend, or without one."""
+    """Refuse what means nothing with a backend, or without one, and workers that nobody has memory for."""
     from sennit.errors import InvalidInput
 
+    if workers is not None and workers > MOST_WORKERS:
+        raise InvalidInput("--workers", expected=f"at most {MOST_WORKERS}", got=workers)
     if backend is None:
         if measure:
             raise InvalidInput("--measure", expected="--backend beside it: the example is of no machine", got="none")
@@ -203,7 +215,8 @@ def _print_measured(described: dict[str, Any], measured: dict[str, Any]) -> None
         stdout.print()
         stdout.print(f"Measured, each {title} busy with items, of {measured['makespan_us']:.1f} us", style="bold")
         stdout.print(bars)
-    made = table("Times of items, microseconds", "strand", "of", ">planned", ">measured")
+    made = table("Times of items, microseconds", "strand", "of", ">configured", ">measured")
+    made.caption = "configured: what the planner counts with; measured: what fits the items best"
     for strand in measured["strands"]:
         for name, planned in strand["planned_us"].items():
             found = strand["measured_us"][name]
@@ -277,12 +290,14 @@ def _masks(described: dict[str, Any]) -> str:
 
 
 def _segments(groups: list[dict[str, Any]]) -> Table:
-    made = table("Segments", ">requests", ">new tokens", ">keys", ">planned", "strand", ">items", ">splits", ">work")
+    made = table("Segments", ">requests", ">new tokens", ">keys", ">keys a row", "strand", ">items", ">splits", ">work")
+    notes = ["keys a row: planned for the mean query row, whole steps and tiles included"]
     total = sum(group["time_us"] for group in groups) or 1.0
     for group in groups[:MOST_ROWS]:
         share = f"{100 * group['time_us'] / total:.1f} %"
         numbers = (f"{group[name]:.0f}" for name in ("requests", "q_len", "kv_len", "planned_keys"))
         made.add_row(*numbers, group["strand"] or "none", f"{group['items']}", f"{group['splits']}", share)
     if len(groups) > MOST_ROWS:
-        made.caption = f"and {len(groups) - MOST_ROWS} more kinds of segment; --json has them all"
+        notes.insert(0, f"and {len(groups) - MOST_ROWS} more kinds of segment; --json has them all")
+    made.caption = "\n".join(notes)
     return made

@@ -35,11 +35,15 @@ def read_object(path: Path) -> dict[str, Any]:
     return read
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that others see whole or not at all."""
+def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Write a file that others see whole or not at all; with ``mode``, those are its permissions."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
+        if mode is not None:
+            temporary.touch(0o600)  # until it has its own, nobody else may read it
         temporary.write_text(text)
+        if mode is not None:
+            temporary.chmod(mode)
         temporary.replace(path)
     finally:
         with suppress(OSError):

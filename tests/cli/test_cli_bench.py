@@ -139,3 +139,11 @@ def test_json_and_the_file_have_one_object_a_batch(sennit, tmp_path):
     first, second = record["batches"]
     assert (first["batch"], first["repeat"], first["flashinfer"]) == ("3@9", 2, None)
     assert (second["batch"], second["flashinfer"]) == ("128*1@8192", 157.0)
+
+
+def test_all_batches_are_checked_before_any_is_measured(sennit, monkeypatch):
+    monkeypatch.setattr(planning, "measure", lambda *arguments, **options: pytest.fail("measured"))
+    for last in ("3@", f"{2**31 - 1}@{2**31 - 1}"):
+        result = sennit("bench", "plan", "2*1@9", last)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("error: batch: expected ")

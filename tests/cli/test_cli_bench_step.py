@@ -52,3 +52,11 @@ def test_mistakes_end_it_with_a_word(bench, arguments):
     result = bench(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "expected" in result.stderr
+
+
+def test_all_batches_are_checked_before_any_is_measured(bench, monkeypatch):
+    monkeypatch.setattr(stepping, "measure", lambda *arguments, **options: pytest.fail("measured"))
+    for last in ("", "3@2", f"1@{2**31 - 1}"):
+        result = bench("2*1@9", last)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("error: batch: expected ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -14,8 +15,9 @@ import torch
 
 import sennit as package
 from sennit import cli
-from sennit.cli.output import check_files, write_json
-from sennit.errors import InvalidInput
+from sennit.bench import stepping
+from sennit.cli.output import as_typed, file_to_write, write_json
+from sennit.errors import BackendUnavailable, InvalidInput, UnsupportedFeature
 from sennit.plan.batch import Batch
 
 GROUPS = [("bench",), ("cache",)]
@@ -146,6 +148,17 @@ def test_other_failures_are_not_hidden(sennit, monkeypatch):
     [
         (("plan", "1@1", "--backend", "nobody"), "--backend"),
         (("plan", "1@1", "--window-left", str(2**40)), "--window-left"),
+        (("plan", "1@1", "--heads", "9/2"), "--heads"),
+        (("plan", "1@1", "--heads", "0/1"), "--heads"),
+        (("plan", "1@1", "--heads", f"{2**31}/1"), "--heads"),
+        (("plan", "1@1", "--head-dim", "0"), "--head-dim"),
+        (("plan", "1@1", "--head-dim", "9" * 5000), "--head-dim"),
+        (("plan", "1@1", "--sink-tokens", "4"), "--sink-tokens"),
+        (("plan", "1@1", "--sink-tokens", str(2**40), "--window-left", "1"), "--sink-tokens"),
+        (("plan", "1@1", "--workers", str(2**16 + 1)), "--workers"),
+        (("bench", "step", f"{2**30}@{2**30}"), "batch"),
+        (("bench", "step", f"1@{2**31 - 1}"), "batch"),
+        (("bench", "step", "1@1", "--backend", "nobody"), "--backend"),
         (("check", "--device", "tpu"), "--device"),
         (("bench", "step", "--device", "tpu"), "--device"),
     ],
@@ -154,25 +167,62 @@ def test_an_error_names_the_option_as_it_was_typed(sennit, arguments, option):
     assert sennit(*arguments).stderr.startswith(f"error: {option}: expected ")
 
 
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            InvalidInput("num_qo_heads", expected="page_size=8", got="page_size"),
+            "--heads: expected --page-size=8, got p",
+        ),
+        (InvalidInput("heads, backend", expected="another", got=2), "--heads, backend: expected another, got 2"),
+        (
+            InvalidInput("kv[3]", expected="1", got=2, hint="ask for page_size"),
+            "kv[3]: expected 1, got 2; ask for --pa",
+        ),
+        (UnsupportedFeature("page_size", "it is no heads"), "--page-size: it is no heads"),
+        (BackendUnavailable("page_size"), "page_size"),
+    ],
+)
+def test_an_error_is_about_the_options_that_became_its_parameters(error, text):
+    options = {"num_qo_heads": "--heads", "heads": "--heads", "page_size": "--page-size"}
+    found = as_typed(error, options)
+    assert type(found) is type(error)
+    assert str(found).startswith(text)
+
+
+def test_sizes_with_other_names_than_options_are_said_as_typed(sennit):
+    error = sennit("plan", "1@1", "--sink-tokens", "4").stderr
+    assert "expected 0 where --window-left is None, got 4" in error
+
+
+def test_a_cache_that_cannot_be_had_is_the_batchs_fault(monkeypatch):
+    def refuse(*arguments, **options):
+        raise InvalidInput("num_tokens", expected="less", got="much")
+
+    monkeypatch.setattr(stepping, "KVCache", refuse)
+    with pytest.raises(InvalidInput, match=r"^batch: expected less, got much$"):
+        stepping.measure("1@1", device=torch.device("cpu"))
+
+
 def test_a_file_is_written_through_symbolic_links(tmp_path):
     (tmp_path / "there").mkdir()
     path, target = tmp_path / "link.json", tmp_path / "there" / "file.json"
     path.symlink_to(target)
     for value in (1, 2):  # to a file that does not exist yet, then to one that does
-        check_files({"--out": path})
-        write_json(value, path)
+        write_json(value, file_to_write("--out", str(path)))
         assert path.is_symlink()
         assert json.loads(target.read_text()) == value
     assert sorted(os.listdir(tmp_path / "there")) == ["file.json"]
     path.unlink()
     path.symlink_to(tmp_path / "nowhere" / "file.json")
     with pytest.raises(InvalidInput, match="--out: expected a file in an existing folder"):
-        check_files({"--out": path})
+        file_to_write("--out", str(path))
 
 
 def test_what_cannot_be_written_is_printed_and_the_error_names_the_file(sennit, tmp_path, monkeypatch):
     folder = tmp_path / "taken"
-    monkeypatch.setattr("sennit.cli.bench.check_files", lambda files: folder.mkdir())  # it is free no more
+    # It is free no more.
+    monkeypatch.setattr("sennit.cli.bench.file_to_write", lambda option, name: folder.mkdir() or Path(name))
     result = sennit("bench", "plan", "3@9", "--repeat", "1", "--out", str(folder))
     assert result.exit_code == 2
     assert json.loads(result.stdout)["batches"][0]["batch"] == "3@9"
@@ -189,18 +239,78 @@ def test_a_value_that_is_not_the_last_may_be_lost(tmp_path, capsys):
 def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(InvalidInput, match="may be written"):
-        check_files({"--out": tmp_path / "file.json"})
+        file_to_write("--out", str(tmp_path / "file.json"))
 
 
-@pytest.mark.parametrize(("path", "got"), [("", "the current folder"), ("/", "the folder /")])
-def test_a_folder_is_no_file(path, got):
-    with pytest.raises(InvalidInput, match=f"^--out: expected a file, got {got}; add"):
-        check_files({"--out": Path(path)})
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("", "the current folder"),
+        ("/", "the folder /"),
+        ("new.json/", "the folder new.json/"),
+        ("new.json/.", "the folder new.json/."),
+    ],
+)
+def test_a_folder_is_no_file(sennit, name, got):
+    result = sennit("bench", "plan", "1@1", "--out", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"error: --out: expected a file, got {got}; add the file's name\n"
 
 
 def test_a_pipe_or_device_may_be_written():
-    check_files({"--out": Path(os.devnull)})
-    write_json(1, Path(os.devnull))
+    write_json(1, file_to_write("--out", os.devnull))
+
+
+def test_a_link_to_itself_is_refused_and_stays(tmp_path):
+    path = tmp_path / "file.json"
+    path.symlink_to(path)
+    with pytest.raises(
+        InvalidInput, match=r"^--out: expected a file, got .*, a symbolic link that leads back to itself"
+    ):
+        file_to_write("--out", str(path))
+    assert path.is_symlink()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o640])
+def test_a_file_keeps_its_mode(tmp_path, mode):
+    path = tmp_path / "file.json"
+    path.write_text("before")
+    path.chmod(mode)
+    write_json(1, file_to_write("--out", str(path)))
+    assert (path.read_text(), path.stat().st_mode & 0o7777) == ("1\n", mode)
+
+
+def test_a_new_file_has_the_mode_that_the_user_gives_new_files(tmp_path):
+    write_json(1, tmp_path / "file.json")
+    (tmp_path / "other.json").touch()
+    assert (tmp_path / "file.json").stat().st_mode == (tmp_path / "other.json").stat().st_mode
+
+
+def test_a_file_that_may_not_be_written_is_refused_at_once(tmp_path, monkeypatch):
+    path = tmp_path / "file.json"
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda asked, mode: Path(asked) != path)
+    with pytest.raises(InvalidInput, match=r"^--out: expected a file that may be written"):
+        file_to_write("--out", str(path))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS])
+def test_a_file_whose_folder_may_not_be_written_is_written_where_it_is(tmp_path, monkeypatch, number):
+    path = tmp_path / "file.json"
+    path.write_text("before, and longer")
+    before = path.stat()
+    monkeypatch.setattr(os, "access", lambda asked, mode: Path(asked) != tmp_path)
+
+    def refuse(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    write_json(1, file_to_write("--out", str(path)))
+    assert path.read_text() == "1\n"
+    assert path.stat().st_ino == before.st_ino
+    assert os.listdir(tmp_path) == ["file.json"]
+    with pytest.raises(OSError, match="standard output"):
+        write_json(1, tmp_path / "new.json")
 
 
 @pytest.mark.parametrize(

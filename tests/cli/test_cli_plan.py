@@ -148,6 +148,12 @@ def test_of_times_that_cannot_be_told_the_reason_is(sennit):
     assert alike["untold"]["key step"] == "its items differ too little"
 
 
+def test_tables_say_what_their_columns_are(sennit):
+    words = " ".join(sennit("plan", *MEASURED).stdout.split())
+    assert "keys a row: planned for the mean query row" in words
+    assert "configured: what the planner counts with" in words
+
+
 def test_measured_loads_are_drawn_beside_the_predicted_ones(sennit):
     result = sennit("plan", *MEASURED)
     assert result.exit_code == 0

@@ -58,3 +58,13 @@ def test_times_are_told_from_several_plans():
 def test_what_cannot_be_told_is_none():
     found = times_of(plan_of("30*1@64"), strand_times(CONFIG))
     assert measured_times([found]) == [[None] * 3, [None] * 3]
+
+
+def test_a_time_that_fits_best_below_zero_is_not_told():
+    true = np.array([[-5.0, 1.5, 8.0], [1.25, 0.75, 0.5]])
+    found = [times_of(plan_of(text), true) for text in ("300@900 + 70*1@1700", "900@900 + 10*1@5000")]
+    wide, narrow = compared_times(found).values()
+    assert wide["measured_us"].pop("item and head") is None
+    assert wide["untold"] == {"item and head": "what fits best is below zero"}
+    assert list(wide["measured_us"].values()) == pytest.approx([1.5, 8.0])
+    assert narrow["untold"] == {}
