@@ -31,6 +31,7 @@ PATIENCE, REMINDER = 1.0, 10.0  # seconds without a word, at first and later
 FIRST_LINES = 6  # of a compiler's errors, in the text of an exception
 NO_SPACE = ("No space left on device", "Disk quota exceeded")
 NO_MEMORY = ("Killed signal terminated program", "virtual memory exhausted", "out of memory", "Cannot allocate memory")
+SAID: set[str] = set()  # lines that this process says once
 ERRORS = ("error:", "undefined reference", "Undefined symbols", "cannot find")
 
 
@@ -160,7 +161,7 @@ def _build(job: Job, workers: Workers) -> Built:
             if path := store.find(name, job.key):
                 return Built(path, fresh=False)
             store.sweep(job.stem)
-            with _saying(f"building {shown}", f" (once; kept in {place})"):
+            with _saying(f"building {shown}", f" (once; kept in {place})", once=True):
                 return Built(_make(job, workers), fresh=True)
     except (OSError, NotImplementedError) as error:  # the latter from locks, where a file system has none
         raise _unusable(name, _text(error)) from error
@@ -298,20 +299,26 @@ def _unusable(name: str, problem: str) -> BuildUnavailable:
 
 
 @contextmanager
-def _saying(what: str, more: str = "") -> Iterator[Event]:
-    """Say a line on standard error if the inside takes long, and again while it does; setting the event ends that."""
+def _saying(what: str, more: str = "", *, once: bool = False) -> Iterator[Event]:
+    """Say a line on standard error if the inside takes long, and again while it does; setting the event ends that.
+
+    With ``once``, a line that has been said is not said again: libraries of one name may be many.
+    """
     done = Event()
-    Thread(target=_say, args=(what, more, done), daemon=True).start()
+    Thread(target=_say, args=(what, more, once, done), daemon=True).start()
     try:
         yield done
     finally:
         done.set()
 
 
-def _say(what: str, more: str, done: Event) -> None:
+def _say(what: str, more: str, once: bool, done: Event) -> None:
     start, pause = monotonic(), PATIENCE
     while not done.wait(pause):
-        if sys.stderr is not None:
-            print(f"sennit: {what}{more}\n", end="", file=sys.stderr, flush=True)
+        line = f"sennit: {what}{more}"
+        if sys.stderr is not None and line not in SAID:
+            print(f"{line}\n", end="", file=sys.stderr, flush=True)
+        if once and pause == PATIENCE:
+            SAID.add(line)
         pause = REMINDER
         more = f", {monotonic() + pause - start:.0f} s so far"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sennit.backends.base import Support
 from sennit.bench import compiling
 from sennit.errors import InvalidInput
 
@@ -36,3 +37,10 @@ def test_what_is_no_architecture_is_refused(sennit, asked, text, got):
 
 def test_an_error_of_an_architecture_names_the_option(sennit, asked):
     assert sennit("kernels", "--arch", "sm_80").stderr == "error: --arch: expected another, got this\n"
+
+
+def test_without_triton_it_is_said_what_to_install(sennit, monkeypatch):
+    monkeypatch.setattr(compiling, "installed", lambda: Support.not_yet("Triton is not installed; pip install triton"))
+    result = sennit("kernels")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: Triton is not installed; pip install triton\n"

@@ -299,6 +299,14 @@ def test_a_build_that_takes_long_says_one_line_on_standard_error(compiler, libra
     assert capfd.readouterr() == ("", f"sennit: building tiny for two (once; kept in {libraries})\n")
 
 
+def test_of_several_builds_that_are_called_the_same_one_line_is_said(compiler, libraries, monkeypatch, capfd):
+    monkeypatch.setattr(building, "PATIENCE", 0.1)
+    compiler.does("sleep 0.4", when="*-c*")
+    for number in (1, 2, 3):
+        jit.build(tiny(number))
+    assert capfd.readouterr() == ("", f"sennit: building tiny (once; kept in {libraries})\n")
+
+
 def test_a_build_that_takes_longer_says_how_long_it_has_taken(compiler, libraries, monkeypatch, capfd):
     monkeypatch.setattr(building, "PATIENCE", 0.1)
     monkeypatch.setattr(building, "REMINDER", 0.8)
