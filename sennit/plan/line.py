@@ -14,7 +14,7 @@ from sennit.plan.cost import FloatArray, KernelConfig, prefix_sums, share_worker
 from sennit.plan.segments import Segments
 from sennit.plan.visible import KeySteps, key_steps, last_keys, window_starts
 
-__all__ = ["Line", "balance", "fullest", "make_line"]
+__all__ = ["Line", "balance", "count_chunks", "fullest", "make_line"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -242,10 +242,7 @@ def _chunked(
     tiles: _Tiles, config: KernelConfig, num_kv_heads: int, num_sinks: int, page_size: int, split_size: int
 ) -> Line:
     """Tiles cut at multiples of ``split_size``: the chunks with sink tokens, then those that the window reaches."""
-    reached = tiles.window_start // split_size
-    sunk = np.minimum(-(-np.minimum(num_sinks, tiles.key_end) // split_size), reached)
-    # A chunk that sees no key still takes a step, as a tile does.
-    count = np.maximum(-(-tiles.key_end // split_size) - reached + sunk, 1)
+    reached, sunk, count = _chunk_counts(tiles, num_sinks, split_size)
     index = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
     tiles = _Tiles(*(column.repeat(count) for column in tiles))
     reached, sunk, count = (column.repeat(count) for column in (reached, sunk, count))
@@ -255,6 +252,23 @@ def _chunked(
     keys = key_steps(np.minimum(first, key_end), key_end, tiles.window_start, num_sinks, step, page_size)
     chunks = Chunks(index, count, np.maximum(keys.count(step), 1))
     return _line(config, num_kv_heads, tiles, keys, np.ones_like(index), chunks)
+
+
+def _chunk_counts(tiles: _Tiles, num_sinks: int, split_size: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Of every tile the first chunk that the window reaches, chunks with sink tokens before it, and all its chunks."""
+    reached = tiles.window_start // split_size
+    sunk = np.minimum(-(-np.minimum(num_sinks, tiles.key_end) // split_size), reached)
+    # A chunk that sees no key still takes a step, as a tile does.
+    return reached, sunk, np.maximum(-(-tiles.key_end // split_size) - reached + sunk, 1)
+
+
+def count_chunks(
+    segments: Segments, strand: Int64Array, config: KernelConfig, *, group_size: int, split_size: int
+) -> int:
+    """Chunks that :func:`make_line` cuts with a ``split_size``; of tiles, memory is taken for these alone."""
+    num_sinks = segments.window.num_sinks if segments.window is not None else 0
+    tiles = _make_tiles(segments, strand, config, group_size)
+    return int(_chunk_counts(tiles, num_sinks, split_size)[2].sum())
 
 
 def _line(

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from sennit.errors import BuildFailed, BuildUnavailable
+from sennit.errors import BuildFailed, BuildUnavailable, InvalidInput
 from sennit.plan.cost import Combine, FloatArray, KernelConfig, choose_config
+from sennit.plan.line import count_chunks
 from sennit.plan.schedule import Schedule, make_schedule
 from sennit.plan.segments import Segments
 from sennit.plan.tensors import SEGMENT_FIELDS, Int32Array, Layout, write_sections
@@ -40,6 +41,7 @@ __all__ = [
 CSRC = Path(__file__).parent / "csrc"
 COMBINES: tuple[str, ...] = get_args(Combine)
 MOST_KNOWN = 64  # sequences of configurations whose numbers are kept
+MOST_CHUNKS = 2**24  # fixed ones of a plan, each of which is a work item; planning takes some 200 bytes for each
 
 Write = Callable[[Int32Array, Layout], None]  # segments, items, workers and merges into a plan's int32 array
 
@@ -86,7 +88,11 @@ def make_work(segments: Segments, configs: Sequence[KernelConfig], cutting: Cutt
 
     Returns:
         What it comes to, and a function that writes it.
+
+    Raises:
+        InvalidInput: fixed splits come to more work items than anybody can want.
     """
+    _check_chunks(segments, configs[0], cutting)
     library = planner()
     if library is None:
         return make_work_in_numpy(segments, configs, cutting)
@@ -113,6 +119,26 @@ def make_work(segments: Segments, configs: Sequence[KernelConfig], cutting: Cutt
         _done(library.write(made.address, _address(array), _address(columns), len(segments), _address(offsets)))
 
     return Work(configs[chosen], *counts), write
+
+
+def _check_chunks(segments: Segments, config: KernelConfig, cutting: Cutting) -> None:
+    """Refuse too many fixed chunks before they take memory; they are counted where a bound does not tell."""
+    size, group_size = cutting.split_size, cutting.group_size
+    if size is None or not len(segments):
+        return
+    narrowest = min(strand.tile_rows for strand in config.strands)
+    tiles, chunks = -(-int(segments.q_len.max()) * group_size // narrowest), -(-int(segments.kv_len.max()) // size)
+    if len(segments) * tiles * max(chunks, 1) <= MOST_CHUNKS:
+        return
+    _, strand = choose_config(segments, group_size, cutting.num_kv_heads, [config], alone=True)
+    count = int((-(-segments.q_len * group_size // config.tile_rows[strand])).sum())  # tiles: a chunk or more each
+    if count <= MOST_CHUNKS:
+        count = count_chunks(segments, strand, config, group_size=group_size, split_size=size)
+    if count > MOST_CHUNKS:
+        raise InvalidInput(
+            "split_size", expected=f"at most {MOST_CHUNKS} work items", got=f"{count} or more, with {size}",
+            hint="use a larger split_size, or a smaller batch",
+        )  # fmt: skip
 
 
 def make_work_in_numpy(segments: Segments, configs: Sequence[KernelConfig], cutting: Cutting) -> tuple[Work, Write]:

@@ -266,6 +266,7 @@ CASES = [
     Case("causal flags as numbers", lambda: attention().plan(csr(), causal=torch.tensor([1, 0])), I, ("causal", "bool", "torch.int64")),
     Case("no causal flag", lambda: attention().plan(csr(), causal=None), I, ("causal", "bool", "object")),
     Case("a split of no keys", lambda: attention().plan(csr(), split_size=0), I, ("split_size", "positive", "0")),
+    Case("a split that makes too many work items", lambda: attention(page_size=None).plan(ragged(qo_indptr=[0, 2, 3], kv_indptr=[0, 5, 2**31 - 1]), split_size=4), I, ("split_size", "16777216 work items", "larger split_size")),
     Case("a batch larger than its buffers", too_large_for_buffers, sennit.CapacityExceeded, ("into", "max_requests: 2 needed, 1 there")),
     Case("a plan of rewritten buffers", stale_plan, sennit.StalePlan, ("plan 1", "plan 2")),
     Case("a plan of another object", foreign_plan, P, ("plan", "page4", "page8")),

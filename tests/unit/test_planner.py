@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from sennit.backends.hopper.configs import kernel_configs as hopper_configs
 from sennit.check.oracle import token_positions
 from sennit.errors import InvalidInput
+from sennit.plan import work
 from sennit.plan.batch import Batch
 from sennit.plan.cost import KernelConfig, Strand, place, share_workers
 from sennit.plan.plan import make_plan
@@ -341,3 +343,31 @@ def test_the_tensor_form_reads_back_as_the_plan():
     assert (arrays.worker_indptr == plan.schedule.worker_indptr).all()
     assert arrays.segments[:, 1].tolist() == plan.batch.q_starts.tolist()
     assert arrays.segments[:, 4].tolist() == plan.batch.kv_lens.tolist()
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_fixed_splits_are_refused_from_exactly_one_chunk_too_many_on(monkeypatch, window):
+    rng = np.random.default_rng(5)
+    spec = AttentionSpec(num_qo_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float32, **WINDOWS[window])
+    for _ in range(20):
+        text = random_text(rng)
+        chunks = len(plan_of(text, SMALL["max"], spec, split_size=4).schedule.line)
+        monkeypatch.setattr(work, "MOST_CHUNKS", chunks)
+        plan_of(text, SMALL["max"], spec, split_size=4)
+        if chunks:
+            monkeypatch.setattr(work, "MOST_CHUNKS", chunks - 1)
+            with pytest.raises(InvalidInput, match=r"^split_size: expected at most \d+ work items, got "):
+                plan_of(text, SMALL["max"], spec, split_size=4)
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("shape", [(1, 2**31 - 1), (2**28, 2**31 - 1), (2**28, 1)])
+def test_too_many_chunks_or_tiles_are_refused_without_memory_for_them(shape):
+    batch = Batch.ragged(qo_indptr=[0, shape[0]], kv_indptr=[0, shape[1]])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidInput, match=r"^split_size: expected at most 16777216 work items, got \d+ or more"):
+        make_plan(
+            batch, spec=GQA.replace(num_qo_heads=8), owner="test", backend="none", configs=(SMALL["max"],),
+            page_size=None, device=torch.device("cpu"), causal=False, split_size=32,
+        )  # fmt: skip
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 2**16  # KiB
