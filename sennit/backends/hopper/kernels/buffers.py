@@ -20,7 +20,7 @@ def row_major(columns, warps=4):
 
 
 @gluon.jit
-def get_queries(q, queries, asked, segment, item, part: gl.constexpr, variant: gl.constexpr):
+def get_queries(q, queries, asked, segment, item, kv_head, part: gl.constexpr, variant: gl.constexpr):
     """Wait until the queries of a part are in shared memory, or put them there."""
     buffers, ready, _taken = queries
     if variant.query_boxes:
@@ -33,7 +33,7 @@ def get_queries(q, queries, asked, segment, item, part: gl.constexpr, variant: g
         columns = gl.arange(0, variant.columns, gl.SliceLayout(0, layout))
         tokens, of_group, exists = packed_rows(item[1], item[2], lanes, variant.group_size)
         row = (segment[1] + tokens).to(gl.int64) * q[1]
-        head = (item[3] * variant.group_size + of_group).to(gl.int64) * q[2]
+        head = (kv_head * variant.group_size + of_group).to(gl.int64) * q[2]
         known = (columns < variant.dim_qk)[None, :] & exists[:, None]
         values = gl.load(q[0] + (row + head)[:, None] + columns[None, :], mask=known, other=0.0)
         synchronize()  # nobody reads the last ones any more

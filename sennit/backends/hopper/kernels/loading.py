@@ -16,11 +16,11 @@ NUMBER_BYTES = gl.constexpr(2)
 
 
 @gluon.jit
-def load_queries(boxes, to, barrier, first_row, segment, item, rows: gl.constexpr, variant: gl.constexpr):
+def load_queries(boxes, to, barrier, first_row, segment, item, kv_head, rows: gl.constexpr, variant: gl.constexpr):
     """Copy ``rows`` packed rows of an item, and after its last ones whatever there is."""
     packed = item[1] + first_row
     token = segment[1] + packed // variant.group_size
-    head = item[3] * variant.group_size + packed % variant.group_size
+    head = kv_head * variant.group_size + packed % variant.group_size
     mbarrier.expect(barrier, rows * variant.columns * NUMBER_BYTES)
     shape: gl.constexpr = boxes.block_shape
     layout: gl.constexpr = boxes.layout
@@ -86,56 +86,59 @@ def load_strand(
     number = 0  # of loads
     told = 0  # of those by rows, the ones that are known to have come
     turn = 0  # of steps
+    asked = 0
     first_item, last_item = worker_items(plan, strand, gl.program_id(0))
     for index in range(first_item, last_item):
         item = load_item(plan, index)
         segment, _tree = load_segment(plan, item[0], kv_lens)
-        kv_start, kv_head = segment[3], item[3]
+        kv_start = segment[3]
         steps = plan_steps(segment, item, tile.keys, variant)
         num_steps = steps[3]
         pages = ask_pages(step_at(0, steps, tile.keys, variant), kv_start, page_table, tile, variant)
         last_pages = pages
         if not variant.boxes:
             keep_pages(pages, page_slots.index(turn % PAGE_SLOTS))
-        for step in range(num_steps + 1):  # values follow a step behind their keys
-            here = step_at(step, steps, tile.keys, variant)
-            last = step_at(step - 1, steps, tile.keys, variant)
-            # Pages are asked for a step ahead.
-            next_step = step_at(step + 1, steps, tile.keys, variant)
-            next_pages = ask_pages(next_step, kv_start, page_table, tile, variant)
-            if step < num_steps:
-                to, there = wait_for_room(ring, number, tile, variant)
-                number += 1
-                if variant.boxes:
-                    load_boxes(k, to, there, pages, here, kv_start, kv_head, tile, variant)
+        for kv_head in range(item[3], item[3] + item[4]):
+            for step in range(num_steps + 1):  # values follow a step behind their keys
+                here = step_at(step, steps, tile.keys, variant)
+                last = step_at(step - 1, steps, tile.keys, variant)
+                # Pages are asked for a step ahead; behind the last one comes the first one of the next head.
+                next_step = step_at(gl.where(step < num_steps, step + 1, 0), steps, tile.keys, variant)
+                next_pages = ask_pages(next_step, kv_start, page_table, tile, variant)
+                if step < num_steps:
+                    to, there = wait_for_room(ring, number, tile, variant)
+                    number += 1
+                    if variant.boxes:
+                        load_boxes(k, to, there, pages, here, kv_start, kv_head, tile, variant)
+                    else:
+                        slot = page_slots.index(turn % PAGE_SLOTS)
+                        load_rows(k, to, slot, here, kv_start, kv_head, variant.dim_qk, tile, variant)
+                        told = publish_rows(told, number, ahead, full, tile)
+                if step == 0:
+                    if variant.query_boxes:
+                        if not variant.boxes:  # who frees queries waits for all keys before
+                            told = publish_rows(told, number, 0, full, tile)
+                        for part in gl.static_range(parts):
+                            pause(variant)
+                            mbarrier.wait(taken.index(part), (asked & 1) ^ 1)
+                            load_queries(
+                                query_boxes, buffers.index(part), ready.index(part), part * rows, segment, item,
+                                kv_head, rows, variant,
+                            )  # fmt: skip
+                        asked += 1
                 else:
-                    slot = page_slots.index(turn % PAGE_SLOTS)
-                    load_rows(k, to, slot, here, kv_start, kv_head, variant.dim_qk, tile, variant)
-                    told = publish_rows(told, number, ahead, full, tile)
-            if step == 0:
-                if variant.query_boxes:
-                    if not variant.boxes:  # who frees queries waits for all keys before
-                        told = publish_rows(told, number, 0, full, tile)
-                    for part in gl.static_range(parts):
-                        pause(variant)
-                        mbarrier.wait(taken.index(part), ((index - first_item) & 1) ^ 1)
-                        load_queries(
-                            query_boxes, buffers.index(part), ready.index(part), part * rows, segment, item, rows,
-                            variant,
-                        )  # fmt: skip
-            else:
-                to, there = wait_for_room(ring, number, tile, variant)
-                number += 1
-                if variant.boxes:
-                    load_boxes(v, to, there, last_pages, last, kv_start, kv_head, tile, variant)
-                else:
-                    slot = page_slots.index((turn + PAGE_SLOTS - 1) % PAGE_SLOTS)
-                    load_rows(v, to, slot, last, kv_start, kv_head, variant.dim_vo, tile, variant)
-                    told = publish_rows(told, number, ahead, full, tile)
-            turn += 1
-            last_pages = pages
-            pages = next_pages
-            if not variant.boxes:
-                keep_pages(pages, page_slots.index(turn % PAGE_SLOTS))
+                    to, there = wait_for_room(ring, number, tile, variant)
+                    number += 1
+                    if variant.boxes:
+                        load_boxes(v, to, there, last_pages, last, kv_start, kv_head, tile, variant)
+                    else:
+                        slot = page_slots.index((turn + PAGE_SLOTS - 1) % PAGE_SLOTS)
+                        load_rows(v, to, slot, last, kv_start, kv_head, variant.dim_vo, tile, variant)
+                        told = publish_rows(told, number, ahead, full, tile)
+                turn += 1
+                last_pages = pages
+                pages = next_pages
+                if not variant.boxes:
+                    keep_pages(pages, page_slots.index(turn % PAGE_SLOTS))
     if not variant.boxes:
         publish_rows(told, number, 0, full, tile)

@@ -69,9 +69,9 @@ def store_rows(values, at, exists, columns, columns_first: gl.constexpr, variant
 
 
 @gluon.jit
-def place_of(item, segment):
+def place_of(item, segment, kv_head):
     """Where the rows of an item are: its first packed row, how many, the request's first row, and the KV head."""
-    return item[1], item[2], segment[1], item[3]
+    return item[1], item[2], segment[1], kv_head
 
 
 @gluon.jit
@@ -144,7 +144,7 @@ def merge_rows(
 
 @gluon.jit
 def store_part(
-    sums, largest, total, lanes, columns, item, segment, plan, outputs, sinks, part: gl.constexpr,
+    sums, largest, total, lanes, columns, item, segment, kv_head, plan, outputs, sinks, part: gl.constexpr,
     columns_first: gl.constexpr, variant: gl.constexpr,
 ):  # fmt: skip
     """What the rows ``lanes`` of an item of a split tile come to.
@@ -153,12 +153,13 @@ def store_part(
     what they compute. They leave the counters at zero.
     """
     partial_out, partial_lse = outputs[2]
-    num_rows, partial_row, index = item[2], item[5], item[9]
+    num_rows, head = item[2], kv_head - item[3]
+    index = item[9] + head
     lanes = not_before(lanes)
     lse_values, factor = lse_and_factor(largest, total)
     merge = load_merge(plan, index)  # which takes as long as what is stored now
     sums *= of_rows(factor, columns_first)
-    row = (partial_row + lanes).to(gl.int64)
+    row = (item[5] + head * num_rows + lanes).to(gl.int64)
     at = of_rows(partial_out + row * variant.dim_vo, columns_first) + of_columns(columns, columns_first)
     exists = lanes < num_rows
     known = of_rows(exists, columns_first) & of_columns(columns < variant.dim_vo, columns_first)

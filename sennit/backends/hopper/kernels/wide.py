@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from sennit.backends.gpus.kernels.plan import worker_items
 from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
-from sennit.backends.hopper.kernels.items import open_item, with_slopes
+from sennit.backends.hopper.kernels.items import open_item, rows_of_head
 from sennit.backends.hopper.kernels.output import finish_rows, now, place_of, store_part, store_times
 from sennit.backends.hopper.kernels.pauses import pause
 from sennit.backends.hopper.kernels.steps import step_at
@@ -21,7 +21,7 @@ ROWS = gl.constexpr(64)  # of a group of warps
 def compute_wide(
     plan, q, inputs, outputs, queries, ring, part: gl.constexpr, variant: gl.constexpr, change: gl.constexpr
 ):  # fmt: skip
-    """Rows ``64 * part : 64 * part + 64`` of the tiles of all wide items.
+    """Rows ``64 * part : 64 * part + 64`` of the tiles of all wide items, head by head.
 
     While the weights of a step are made, its predecessor's meet their values, and meanwhile the other group of warps
     multiplies::
@@ -54,82 +54,90 @@ def compute_wide(
     first_item, last_item = worker_items(plan, 0, gl.program_id(0))
     if first_item < last_item:
         number = 0
+        asked = 0
         opened = open_item(plan, first_item, kv_lens, lanes, tile.keys, variant)
         # What the last item came to, where that is to be stored, and how many of its rows are left to be.
         sums = no_sums
         sum_largest = gl.convert_layout(nowhere, gl.SliceLayout(1, sum_layout))
         sum_total = gl.convert_layout(no_total, gl.SliceLayout(1, sum_layout))
-        place = place_of(opened[0], opened[1])
+        place = place_of(opened[0], opened[1], 0)
         num_left = 0
         start = first_item
         for index in range(first_item, last_item):
             if times is not None:
                 start = now()
-            item, segment, tree, steps, item_rows = opened
-            num_steps = steps[3]
-            rows = with_slopes(item_rows, alibi_slopes)
-            get_queries(q, queries, index - first_item, segment, item, part, variant)
-            at = number % tile.buffers
-            mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
-            products = warpgroup_mma(query, buffers.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            finish_rows(
-                sums, sum_largest, sum_total, sum_lanes, num_left, place, columns, outputs, sinks, False, True, variant
-            )  # fmt: skip
-            products = warpgroup_mma_wait(0, deps=(products,))
-            mbarrier.arrive(empty.index(at), count=1)
-            number += 1
-            sums = no_sums
-            step = step_at(0, steps, tile.keys, variant)
-            weights, factor, largest, total = weigh_step(
-                products, step, key_lanes, rows, segment, tree, inputs, nowhere, no_total, False, variant, change
-            )
-            weights = gl.convert_layout(weights.to(query.dtype), weight_layout)
-            # No product may be under way where the loop begins anew: the compiler would wait for each instruction.
-            for later in range(1, num_steps):
+            first_head, end_head = opened[0][3], opened[0][3] + opened[0][4]
+            for kv_head in range(first_head, end_head):
+                item, segment, tree, steps, item_rows = opened
+                num_steps = steps[3]
+                rows = rows_of_head(item_rows, kv_head, alibi_slopes, variant)
+                get_queries(q, queries, asked, segment, item, kv_head, part, variant)
+                asked += 1
                 at = number % tile.buffers
-                pause(variant)
                 mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
                 products = warpgroup_mma(
                     query, buffers.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True
                 )
-                values_at = (number + 1) % tile.buffers
-                mbarrier.wait(full.index(values_at), ((number + 1) // tile.buffers) & 1)
-                if variant.num_sink_tokens > 0:  # else only the last step can reach past the last key
-                    clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
-                sums = warpgroup_mma(weights, buffers.index(values_at), sums, is_async=True)
-                products = warpgroup_mma_wait(1, deps=(products,))
-                pause(variant)
-                mbarrier.arrive(empty.index(at), count=1)
-                step = step_at(later, steps, tile.keys, variant)
-                next_weights, factor, largest, total = weigh_step(
-                    products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
-                )
-                sums = warpgroup_mma_wait(0, deps=(sums,))
-                pause(variant)
-                mbarrier.arrive(empty.index(values_at), count=1)
-                weights = gl.convert_layout(next_weights.to(query.dtype), weight_layout)
-                sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sum_layout))[:, None]
-                number += 2
-            pause(variant)
-            mbarrier.arrive(taken.index(part), count=1)
-            at = number % tile.buffers
-            mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
-            clear_values(buffers, at, step[0], segment[5], variant.box_rows)
-            sums = warpgroup_mma(weights, buffers.index(at), sums, is_async=True)
-            opened = open_item(plan, gl.minimum(index + 1, last_item - 1), kv_lens, lanes, tile.keys, variant)
-            sums = warpgroup_mma_wait(0, deps=(sums,))
-            mbarrier.arrive(empty.index(at), count=1)
-            number += 1
-            sum_largest = gl.convert_layout(largest, gl.SliceLayout(1, sum_layout))
-            sum_total = gl.convert_layout(total, gl.SliceLayout(1, sum_layout))
-            place = place_of(item, segment)
-            num_left = item[2]
-            if item[5] >= 0:
-                store_part(
-                    sums, sum_largest, sum_total, sum_lanes, columns, item, segment, plan, outputs, sinks, part, False,
+                finish_rows(
+                    sums, sum_largest, sum_total, sum_lanes, num_left, place, columns, outputs, sinks, False, True,
                     variant,
                 )  # fmt: skip
-                num_left = 0
+                products = warpgroup_mma_wait(0, deps=(products,))
+                mbarrier.arrive(empty.index(at), count=1)
+                number += 1
+                sums = no_sums
+                step = step_at(0, steps, tile.keys, variant)
+                weights, factor, largest, total = weigh_step(
+                    products, step, key_lanes, rows, segment, tree, inputs, nowhere, no_total, False, variant, change
+                )
+                weights = gl.convert_layout(weights.to(query.dtype), weight_layout)
+                # No product may be under way where the loop begins anew: the compiler would wait for each instruction.
+                for later in range(1, num_steps):
+                    at = number % tile.buffers
+                    pause(variant)
+                    mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
+                    products = warpgroup_mma(
+                        query, buffers.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True
+                    )
+                    values_at = (number + 1) % tile.buffers
+                    mbarrier.wait(full.index(values_at), ((number + 1) // tile.buffers) & 1)
+                    if variant.num_sink_tokens > 0:  # else only the last step can reach past the last key
+                        clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
+                    sums = warpgroup_mma(weights, buffers.index(values_at), sums, is_async=True)
+                    products = warpgroup_mma_wait(1, deps=(products,))
+                    pause(variant)
+                    mbarrier.arrive(empty.index(at), count=1)
+                    step = step_at(later, steps, tile.keys, variant)
+                    next_weights, factor, largest, total = weigh_step(
+                        products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
+                    )
+                    sums = warpgroup_mma_wait(0, deps=(sums,))
+                    pause(variant)
+                    mbarrier.arrive(empty.index(values_at), count=1)
+                    weights = gl.convert_layout(next_weights.to(query.dtype), weight_layout)
+                    sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sum_layout))[:, None]
+                    number += 2
+                pause(variant)
+                mbarrier.arrive(taken.index(part), count=1)
+                at = number % tile.buffers
+                mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
+                clear_values(buffers, at, step[0], segment[5], variant.box_rows)
+                sums = warpgroup_mma(weights, buffers.index(at), sums, is_async=True)
+                next_index = gl.minimum(gl.where(kv_head < end_head - 1, index, index + 1), last_item - 1)
+                opened = open_item(plan, next_index, kv_lens, lanes, tile.keys, variant)
+                sums = warpgroup_mma_wait(0, deps=(sums,))
+                mbarrier.arrive(empty.index(at), count=1)
+                number += 1
+                sum_largest = gl.convert_layout(largest, gl.SliceLayout(1, sum_layout))
+                sum_total = gl.convert_layout(total, gl.SliceLayout(1, sum_layout))
+                place = place_of(item, segment, kv_head)
+                num_left = item[2]
+                if item[5] >= 0:
+                    store_part(
+                        sums, sum_largest, sum_total, sum_lanes, columns, item, segment, kv_head, plan, outputs, sinks,
+                        part, False, variant,
+                    )  # fmt: skip
+                    num_left = 0
             if part == 0:
                 store_times(times, index, start)
         finish_rows(
