@@ -13,7 +13,7 @@ from sennit.backends.gpus.kernels.plan import worker_items
 from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
 from sennit.backends.hopper.kernels.items import open_item, rows_of_head
 from sennit.backends.hopper.kernels.names import synchronize
-from sennit.backends.hopper.kernels.output import finish_rows, now, place_of, store_part, store_times
+from sennit.backends.hopper.kernels.output import now, store_sums, store_times
 from sennit.backends.hopper.kernels.pauses import pause
 from sennit.backends.hopper.kernels.steps import step_at
 from sennit.backends.hopper.kernels.weights import weigh_step
@@ -65,64 +65,60 @@ def compute_narrow(
             sums = gl.full([variant.columns, tile.rows], 0.0, gl.float32, layout)
             get_queries(q, queries, asked, segment, item, kv_head, 0, variant)
             asked += 1
-            at = number % tile.buffers
-            mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
-            products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
-            products = warpgroup_mma_wait(0, deps=(products,))
-            mbarrier.arrive(empty.index(at), count=1)
-            number += 1
-            step = step_at(0, steps, tile.keys, variant)
-            weights, factor, largest, total = weigh_step(
-                products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
-            )
-            publish(weights, weight_buffers.index(0))
-            for later in range(1, num_steps):
+            if num_steps > 0:
                 at = number % tile.buffers
-                pause(variant)
                 mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
                 products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
-                values_at = (number + 1) % tile.buffers
-                mbarrier.wait(full.index(values_at), ((number + 1) // tile.buffers) & 1)
-                if variant.num_sink_tokens > 0:  # else only the last step can reach past the last key
-                    clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
-                sums = warpgroup_mma(
-                    buffers.index(values_at).permute((1, 0)),
-                    weight_buffers.index((later - 1) % 2).permute((1, 0)), sums, is_async=True,
-                )  # fmt: skip
-                products = warpgroup_mma_wait(1, deps=(products,))
-                pause(variant)
+                products = warpgroup_mma_wait(0, deps=(products,))
                 mbarrier.arrive(empty.index(at), count=1)
-                step = step_at(later, steps, tile.keys, variant)
+                number += 1
+                step = step_at(0, steps, tile.keys, variant)
                 weights, factor, largest, total = weigh_step(
                     products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
                 )
-                sums = warpgroup_mma_wait(0, deps=(sums,))
+                publish(weights, weight_buffers.index(0))
+                for later in range(1, num_steps):
+                    at = number % tile.buffers
+                    pause(variant)
+                    mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
+                    products = warpgroup_mma(buffers.index(at), query, nothing, use_acc=False, is_async=True)
+                    values_at = (number + 1) % tile.buffers
+                    mbarrier.wait(full.index(values_at), ((number + 1) // tile.buffers) & 1)
+                    if variant.num_sink_tokens > 0:  # else only the last step can reach past the last key
+                        clear_values(buffers, values_at, step[0], segment[5], variant.box_rows)
+                    sums = warpgroup_mma(
+                        buffers.index(values_at).permute((1, 0)),
+                        weight_buffers.index((later - 1) % 2).permute((1, 0)), sums, is_async=True,
+                    )  # fmt: skip
+                    products = warpgroup_mma_wait(1, deps=(products,))
+                    pause(variant)
+                    mbarrier.arrive(empty.index(at), count=1)
+                    step = step_at(later, steps, tile.keys, variant)
+                    weights, factor, largest, total = weigh_step(
+                        products, step, key_lanes, rows, segment, tree, inputs, largest, total, True, variant, change
+                    )
+                    sums = warpgroup_mma_wait(0, deps=(sums,))
+                    pause(variant)
+                    mbarrier.arrive(empty.index(values_at), count=1)
+                    publish(weights, weight_buffers.index(later % 2))
+                    sums = sums * factor[None, :]
+                    number += 2
                 pause(variant)
-                mbarrier.arrive(empty.index(values_at), count=1)
-                publish(weights, weight_buffers.index(later % 2))
-                sums = sums * factor[None, :]
-                number += 2
-            pause(variant)
-            mbarrier.arrive(taken.index(0), count=1)
-            at = number % tile.buffers
-            mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
-            clear_values(buffers, at, step[0], segment[5], variant.box_rows)
-            sums = warpgroup_mma(
-                buffers.index(at).permute((1, 0)), weight_buffers.index((num_steps - 1) % 2).permute((1, 0)), sums,
-                is_async=True,
-            )  # fmt: skip
-            sums = warpgroup_mma_wait(0, deps=(sums,))
-            mbarrier.arrive(empty.index(at), count=1)
-            number += 1
-            total = gl.sum(total, 0)
-            columns = gl.arange(0, variant.columns, gl.SliceLayout(1, layout))
-            if item[5] >= 0:
-                store_part(
-                    sums, largest, total, lanes, columns, item, segment, kv_head, plan, outputs, sinks, 0, True, variant
+                mbarrier.arrive(taken.index(0), count=1)
+                at = number % tile.buffers
+                mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
+                clear_values(buffers, at, step[0], segment[5], variant.box_rows)
+                sums = warpgroup_mma(
+                    buffers.index(at).permute((1, 0)), weight_buffers.index((num_steps - 1) % 2).permute((1, 0)), sums,
+                    is_async=True,
                 )  # fmt: skip
+                sums = warpgroup_mma_wait(0, deps=(sums,))
+                mbarrier.arrive(empty.index(at), count=1)
+                number += 1
             else:
-                place = place_of(item, segment, kv_head)
-                finish_rows(
-                    sums, largest, total, lanes, item[2], place, columns, outputs, sinks, True, False, variant
-                )  # fmt: skip
+                mbarrier.arrive(taken.index(0), count=1)
+            store_sums(
+                sums, largest, gl.sum(total, 0), lanes, gl.arange(0, variant.columns, gl.SliceLayout(1, layout)),
+                item, segment, kv_head, plan, outputs, sinks, 0, True, variant,
+            )  # fmt: skip
         store_times(times, index, start)

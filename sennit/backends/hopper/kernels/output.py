@@ -9,7 +9,7 @@ from sennit.backends.hopper.kernels.names import synchronize
 from sennit.backends.hopper.kernels.pauses import pause
 from sennit.backends.hopper.variant import WIDE_PARTS as _WIDE_PARTS
 
-__all__ = ["finish_rows", "now", "place_of", "store_part", "store_times"]
+__all__ = ["now", "store_sums", "store_times"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 WIDE_PARTS = gl.constexpr(_WIDE_PARTS)  # each of which counts by itself
@@ -69,23 +69,13 @@ def store_rows(values, at, exists, columns, columns_first: gl.constexpr, variant
 
 
 @gluon.jit
-def place_of(item, segment, kv_head):
-    """Where the rows of an item are: its first packed row, how many, the request's first row, and the KV head."""
-    return item[1], item[2], segment[1], kv_head
-
-
-@gluon.jit
 def finish_rows(
-    sums, largest, total, lanes, num_there, place, columns, outputs, sinks, columns_first: gl.constexpr,
-    product: gl.constexpr, variant: gl.constexpr,
+    sums, lse_values, factor, lanes, there, row_start, num_rows, q_start, kv_head, columns, outputs, sinks,
+    columns_first: gl.constexpr, product: gl.constexpr, variant: gl.constexpr,
 ):  # fmt: skip
-    """Final rows, learned sinks included, and their LSE: those ``lanes`` below ``num_there`` of a place."""
+    """Sums times ``factor``, with learned sinks, as final rows, and their LSE: those ``lanes`` that are ``there``."""
     out, out_row, out_head = outputs[0]
     lse, lse_row, lse_head = outputs[1]
-    row_start, num_rows, q_start, kv_head = place
-    lanes = not_before(lanes)
-    there = lanes < num_there
-    lse_values, factor = lse_and_factor(largest, total)
     tokens, of_group, _exists = packed_rows(row_start, num_rows, lanes, variant.group_size)
     heads = kv_head * variant.group_size + of_group
     if sinks is not None:
@@ -135,44 +125,49 @@ def merge_rows(
             largest = most
             total = total * factor + weight
             sums = sums * factor[:, None] + values * weight[:, None]
-        place = row_start, num_rows, q_start, kv_head
+        lse_values, factor = lse_and_factor(largest * LOG2E, total)
         finish_rows(
-            sums, largest * LOG2E, total, lanes, gl.minimum(num_rows, end), place, columns, outputs, sinks, False,
-            False, variant,
+            sums, lse_values, factor, lanes, (lanes < num_rows) & (lanes < end), row_start, num_rows, q_start,
+            kv_head, columns, outputs, sinks, False, False, variant,
         )  # fmt: skip
 
 
 @gluon.jit
-def store_part(
+def store_sums(
     sums, largest, total, lanes, columns, item, segment, kv_head, plan, outputs, sinks, part: gl.constexpr,
     columns_first: gl.constexpr, variant: gl.constexpr,
 ):  # fmt: skip
-    """What the rows ``lanes`` of an item of a split tile come to.
+    """What the rows ``lanes`` of an item come to. Whichever warps store the last part of a merge's rows merge them.
 
-    Whichever warps store the last part of a merge's rows merge them. Which these are differs from run to run, but not
-    what they compute. They leave the counters at zero.
+    Which these are differs from run to run, but not what they compute. They leave the counters at zero.
     """
     partial_out, partial_lse = outputs[2]
-    num_rows, head = item[2], kv_head - item[3]
-    index = item[9] + head
+    row_start, num_rows, partial_row = item[1], item[2], item[5]
     lanes = not_before(lanes)
     lse_values, factor = lse_and_factor(largest, total)
-    merge = load_merge(plan, index)  # which takes as long as what is stored now
-    sums *= of_rows(factor, columns_first)
-    row = (item[5] + head * num_rows + lanes).to(gl.int64)
-    at = of_rows(partial_out + row * variant.dim_vo, columns_first) + of_columns(columns, columns_first)
-    exists = lanes < num_rows
-    known = of_rows(exists, columns_first) & of_columns(columns < variant.dim_vo, columns_first)
-    gl.store(at, sums, mask=known)
-    gl.store(partial_lse + row, lse_values, mask=exists)
-    counter = outputs[3] + index * WIDE_PARTS + part
-    pause(variant)
-    synchronize()  # all of these warps have stored, and the count publishes it
-    pause(variant)
-    if gl.atomic_add(counter, 1, sem="acq_rel") == merge[5] - 1:
-        rows: gl.constexpr = lanes.shape[0]
-        # Numbers a thread of what is merged: warps of wide tiles have more registers.
-        at_once: gl.constexpr = (16 if columns_first else 32) * 128 // variant.columns
-        end = gl.minimum((part + 1) * rows, num_rows)
-        merge_rows(merge, segment[1], part * rows, end, outputs, sinks, at_once, variant)
-        gl.store(counter, 0)
+    if partial_row >= 0:
+        index = item[9] + kv_head - item[3]
+        merge = load_merge(plan, index)  # which takes as long as what is stored now
+        sums *= of_rows(factor, columns_first)
+        row = (partial_row + (kv_head - item[3]) * num_rows + lanes).to(gl.int64)
+        at = of_rows(partial_out + row * variant.dim_vo, columns_first) + of_columns(columns, columns_first)
+        exists = lanes < num_rows
+        known = of_rows(exists, columns_first) & of_columns(columns < variant.dim_vo, columns_first)
+        gl.store(at, sums, mask=known)
+        gl.store(partial_lse + row, lse_values, mask=exists)
+        counter = outputs[3] + index * WIDE_PARTS + part
+        pause(variant)
+        synchronize()  # all of these warps have stored, and the count publishes it
+        pause(variant)
+        if gl.atomic_add(counter, 1, sem="acq_rel") == merge[5] - 1:
+            rows: gl.constexpr = lanes.shape[0]
+            # Numbers a thread of what is merged: warps of wide tiles have more registers.
+            at_once: gl.constexpr = (16 if columns_first else 32) * 128 // variant.columns
+            end = gl.minimum((part + 1) * rows, num_rows)
+            merge_rows(merge, segment[1], part * rows, end, outputs, sinks, at_once, variant)
+            gl.store(counter, 0)
+    else:
+        finish_rows(
+            sums, lse_values, factor, lanes, lanes < num_rows, row_start, num_rows, segment[1], kv_head, columns,
+            outputs, sinks, columns_first, not columns_first, variant,
+        )  # fmt: skip

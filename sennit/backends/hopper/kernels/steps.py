@@ -12,13 +12,13 @@ __all__ = ["plan_steps", "step_at"]
 def plan_steps(segment, item, num_keys: tl.constexpr, variant: tl.constexpr):
     """``(ranges, start, sink steps, steps)`` of an item: steps over sink tokens come first, the others from ``start``.
 
-    Steps begin where boxes do, and so may begin with keys that no row sees. There is one at least, maybe of such alone.
+    Steps begin where boxes do, and so may begin with keys that no row sees.
     """
     ranges = key_ranges(segment, item, variant)
     sink_start, sink_end, start, end, _, _ = ranges
     start = start // variant.box_rows * variant.box_rows
     num_sink_steps = tl.cdiv(sink_end - sink_start, num_keys)  # none where there are no sink tokens
-    num_steps = tl.maximum(num_sink_steps + tl.maximum(tl.cdiv(end - start, num_keys), 0), 1)
+    num_steps = num_sink_steps + tl.maximum(tl.cdiv(end - start, num_keys), 0)
     return ranges, start, num_sink_steps, num_steps
 
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from sennit.backends.gpus.kernels.plan import worker_items
 from sennit.backends.hopper.kernels.buffers import clear_values, get_queries
 from sennit.backends.hopper.kernels.items import open_item, rows_of_head
-from sennit.backends.hopper.kernels.output import finish_rows, now, place_of, store_part, store_times
+from sennit.backends.hopper.kernels.output import now, store_sums, store_times
 from sennit.backends.hopper.kernels.pauses import pause
 from sennit.backends.hopper.kernels.steps import step_at
 from sennit.backends.hopper.kernels.weights import weigh_step
@@ -21,17 +21,13 @@ ROWS = gl.constexpr(64)  # of a group of warps
 def compute_wide(
     plan, q, inputs, outputs, queries, ring, part: gl.constexpr, variant: gl.constexpr, change: gl.constexpr
 ):  # fmt: skip
-    """Rows ``64 * part : 64 * part + 64`` of the tiles of all wide items, head by head.
+    """Rows ``64 * part : 64 * part + 64`` of the tiles of all wide items.
 
     While the weights of a step are made, its predecessor's meet their values, and meanwhile the other group of warps
     multiplies::
 
-        tensor cores | K0 |    | K1 V0 |    | K2 V1 |    | ...    | V9 | next K0 |
-        softmax      |    | s0 |       | s1 |       | s2 | ... s9 |    |         | s0
-        memory       |                                            plan   results
-
-    While an item's last weights meet their values, the next item is looked up; and while that multiplies its first
-    keys, the rows of the last one are stored.
+        tensor cores | K0 |    | K1 V0 |    | K2 V1 |    | ...
+        softmax      |    | s0 |       | s1 |       | s2 | ...
     """
     kv_lens, sinks, alibi_slopes = inputs[0], inputs[2], inputs[3]
     times = outputs[4]
@@ -45,50 +41,35 @@ def compute_wide(
     query = query_buffers.index(part)
     key_lanes = gl.arange(0, tile.keys, gl.SliceLayout(0, logit_layout))
     nothing = gl.full([ROWS, tile.keys], 0.0, gl.float32, logit_layout)
-    no_sums = gl.full([ROWS, variant.columns], 0.0, gl.float32, sum_layout)
-    nowhere = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-    no_total = gl.full([ROWS], 0.0, gl.float32, row_layout)
-    lanes = part * ROWS + gl.arange(0, ROWS, row_layout)
-    sum_lanes = part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, sum_layout))
-    columns = gl.arange(0, variant.columns, gl.SliceLayout(0, sum_layout))
+    number = 0
+    asked = 0
     first_item, last_item = worker_items(plan, 0, gl.program_id(0))
-    if first_item < last_item:
-        number = 0
-        asked = 0
-        opened = open_item(plan, first_item, kv_lens, lanes, tile.keys, variant)
-        # What the last item came to, where that is to be stored, and how many of its rows are left to be.
-        sums = no_sums
-        sum_largest = gl.convert_layout(nowhere, gl.SliceLayout(1, sum_layout))
-        sum_total = gl.convert_layout(no_total, gl.SliceLayout(1, sum_layout))
-        place = place_of(opened[0], opened[1], 0)
-        num_left = 0
-        start = first_item
-        for index in range(first_item, last_item):
-            if times is not None:
-                start = now()
-            first_head, end_head = opened[0][3], opened[0][3] + opened[0][4]
-            for kv_head in range(first_head, end_head):
-                item, segment, tree, steps, item_rows = opened
-                num_steps = steps[3]
-                rows = rows_of_head(item_rows, kv_head, alibi_slopes, variant)
-                get_queries(q, queries, asked, segment, item, kv_head, part, variant)
-                asked += 1
+    for index in range(first_item, last_item):
+        start = index
+        if times is not None:
+            start = now()
+        lanes = part * ROWS + gl.arange(0, ROWS, row_layout)
+        item, segment, tree, steps, item_rows = open_item(plan, index, kv_lens, lanes, tile.keys, variant)
+        num_steps = steps[3]
+        for kv_head in range(item[3], item[3] + item[4]):
+            rows = rows_of_head(item_rows, kv_head, alibi_slopes, variant)
+            largest = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+            total = gl.full([ROWS], 0.0, gl.float32, row_layout)
+            sums = gl.full([ROWS, variant.columns], 0.0, gl.float32, sum_layout)
+            get_queries(q, queries, asked, segment, item, kv_head, part, variant)
+            asked += 1
+            if num_steps > 0:
                 at = number % tile.buffers
                 mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
                 products = warpgroup_mma(
                     query, buffers.index(at).permute((1, 0)), nothing, use_acc=False, is_async=True
                 )
-                finish_rows(
-                    sums, sum_largest, sum_total, sum_lanes, num_left, place, columns, outputs, sinks, False, True,
-                    variant,
-                )  # fmt: skip
                 products = warpgroup_mma_wait(0, deps=(products,))
                 mbarrier.arrive(empty.index(at), count=1)
                 number += 1
-                sums = no_sums
                 step = step_at(0, steps, tile.keys, variant)
                 weights, factor, largest, total = weigh_step(
-                    products, step, key_lanes, rows, segment, tree, inputs, nowhere, no_total, False, variant, change
+                    products, step, key_lanes, rows, segment, tree, inputs, largest, total, False, variant, change
                 )
                 weights = gl.convert_layout(weights.to(query.dtype), weight_layout)
                 # No product may be under way where the loop begins anew: the compiler would wait for each instruction.
@@ -123,25 +104,17 @@ def compute_wide(
                 mbarrier.wait(full.index(at), (number // tile.buffers) & 1)
                 clear_values(buffers, at, step[0], segment[5], variant.box_rows)
                 sums = warpgroup_mma(weights, buffers.index(at), sums, is_async=True)
-                next_index = gl.minimum(gl.where(kv_head < end_head - 1, index, index + 1), last_item - 1)
-                opened = open_item(plan, next_index, kv_lens, lanes, tile.keys, variant)
                 sums = warpgroup_mma_wait(0, deps=(sums,))
                 mbarrier.arrive(empty.index(at), count=1)
                 number += 1
-                sum_largest = gl.convert_layout(largest, gl.SliceLayout(1, sum_layout))
-                sum_total = gl.convert_layout(total, gl.SliceLayout(1, sum_layout))
-                place = place_of(item, segment, kv_head)
-                num_left = item[2]
-                if item[5] >= 0:
-                    store_part(
-                        sums, sum_largest, sum_total, sum_lanes, columns, item, segment, kv_head, plan, outputs, sinks,
-                        part, False, variant,
-                    )  # fmt: skip
-                    num_left = 0
-            if part == 0:
-                store_times(times, index, start)
-        finish_rows(
-            sums, sum_largest, sum_total, sum_lanes, num_left, place, columns, outputs, sinks, False, True, variant
-        )  # fmt: skip
+            else:
+                mbarrier.arrive(taken.index(part), count=1)
+            store_sums(
+                sums, gl.convert_layout(largest, gl.SliceLayout(1, sum_layout)),
+                gl.convert_layout(total, gl.SliceLayout(1, sum_layout)),
+                part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, sum_layout)),
+                gl.arange(0, variant.columns, gl.SliceLayout(0, sum_layout)),
+                item, segment, kv_head, plan, outputs, sinks, part, False, variant,
+            )  # fmt: skip
         if part == 0:
-            store_times(times, last_item - 1, start)
+            store_times(times, index, start)
