@@ -20,9 +20,8 @@ from rich.table import Table
 from sennit import AttentionSpec
 from sennit.bench.host import describe_host
 from sennit.bench.items import ItemTimes, compared_times, measure_items
-from sennit.cli.output import as_typed, console, errors_in_words, file_to_write, progress_between, write_json
+from sennit.cli.output import console, errors_in_words, file_to_write, progress_between, write_json
 from sennit.device import resolve_device
-from sennit.errors import SennitError
 
 BATCHES = {
     "wide": ("8192@8192", "2048@16384", "4*2048@2048", "300@9000"),
@@ -35,11 +34,8 @@ SMALL = {"wide": ("150@260", "90@130"), "narrow": ("24*1@200", "5*2@400"), "both
 def main() -> None:
     """Measure, print, and write what was found; or say what is wrong."""
     try:
-        with errors_in_words():
-            try:
-                _main()
-            except SennitError as error:
-                raise as_typed(error, {"backend": "--backend"}) from error
+        with errors_in_words(lambda: {"backend": "--backend"}):
+            _main()
     except typer.Exit as end:
         sys.exit(end.exit_code)
 

@@ -66,17 +66,21 @@ def check(text: str, device: torch.device) -> tuple[list[int], list[int]]:
                 "batch", expected="requests of at least one new token, and no more than are visible",
                 got=f"{q_len}@{kv_len} in {text!r}",
             )  # fmt: skip
-    stored = max(kv_len - q_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True))
-    cached = NUM_LAYERS * _cache_tokens(q_lens, kv_lens)
-    check_memory(SPEC, max(sum(q_lens), stored), cached + sum(kv_lens), device)  # outputs are compared with all keys
+    stored = _stored(q_lens, kv_lens)
+    cached = NUM_LAYERS * _cache_tokens(q_lens, stored)
+    check_memory(SPEC, max(sum(q_lens), *stored), cached + sum(kv_lens), device)  # outputs are compared with all keys
     return q_lens, kv_lens
 
 
-def _cache_tokens(q_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
+def _stored(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
+    """Tokens of each sequence before the step."""
+    return [kv_len - q_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
+
+
+def _cache_tokens(q_lens: Sequence[int], stored: Sequence[int]) -> int:
     """Tokens of a cache in which sequences share the pages of what is stored."""
     own = sum(-(-q_len // PAGE_SIZE) + 1 for q_len in q_lens)
-    stored = max(kv_len - q_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True))
-    return (own + stored // PAGE_SIZE + 1) * PAGE_SIZE
+    return (own + max(stored) // PAGE_SIZE + 1) * PAGE_SIZE
 
 
 def measure(text: str, *, device: torch.device, backend: str = "auto", repeat: int = 100, warmup: int = 5) -> StepTimes:
@@ -145,8 +149,8 @@ class _Subject:
     @classmethod
     def of(cls, q_lens: Sequence[int], kv_lens: Sequence[int], device: torch.device, backend: str) -> _Subject:
         """Sequences with everything stored but the new tokens."""
-        stored = [kv_len - q_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
-        num_tokens = _cache_tokens(q_lens, kv_lens)
+        stored = _stored(q_lens, kv_lens)
+        num_tokens = _cache_tokens(q_lens, stored)
         try:
             cache = KVCache(
                 [SPEC] * NUM_LAYERS, num_tokens=num_tokens, page_size=PAGE_SIZE, device=device, backend=backend

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -61,13 +61,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
-        from sennit.errors import InvalidInput, UnsupportedFeature
-
-        with errors_in_words():
-            try:
-                return super().invoke(ctx)
-            except (InvalidInput, UnsupportedFeature) as error:
-                raise as_typed(error, self._options(ctx)) from error
+        with errors_in_words(lambda: self._options(ctx)):
+            return super().invoke(ctx)
 
     def _options(self, ctx: Any) -> dict[str, str]:
         """The options of the command that was asked for, by the names of what they become."""
@@ -107,8 +102,11 @@ def as_typed(error: SennitError, options: Mapping[str, str]) -> SennitError:
 
 
 @contextmanager
-def errors_in_words() -> Iterator[None]:
+def errors_in_words(options: Callable[[], Mapping[str, str]] = dict) -> Iterator[None]:
     """End with a line and an exit code, not with a traceback, what a user or the machine is at fault for.
+
+    Args:
+        options: tells, once there is an error, what :func:`as_typed` is to know.
 
     Raises:
         typer.Exit: the line has been printed.
@@ -120,7 +118,7 @@ def errors_in_words() -> Iterator[None]:
             warnings.showwarning = _show_warning
             yield
     except SennitError as error:
-        fail(str(error))
+        fail(str(as_typed(error, options())))
     except BrokenPipeError:
         raise
     except OSError as error:

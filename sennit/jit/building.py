@@ -31,7 +31,6 @@ PATIENCE, REMINDER = 1.0, 10.0  # seconds without a word, at first and later
 FIRST_LINES = 6  # of a compiler's errors, in the text of an exception
 NO_SPACE = ("No space left on device", "Disk quota exceeded")
 NO_MEMORY = ("Killed signal terminated program", "virtual memory exhausted", "out of memory", "Cannot allocate memory")
-SAID: set[str] = set()  # lines that this process says once
 ERRORS = ("error:", "undefined reference", "Undefined symbols", "cannot find")
 
 
@@ -298,6 +297,9 @@ def _unusable(name: str, problem: str) -> BuildUnavailable:
     )
 
 
+_said: set[str] = set()  # lines that this process says once
+
+
 @contextmanager
 def _saying(what: str, more: str = "", *, once: bool = False) -> Iterator[Event]:
     """Say a line on standard error if the inside takes long, and again while it does; setting the event ends that.
@@ -316,9 +318,9 @@ def _say(what: str, more: str, once: bool, done: Event) -> None:
     start, pause = monotonic(), PATIENCE
     while not done.wait(pause):
         line = f"sennit: {what}{more}"
-        if sys.stderr is not None and line not in SAID:
+        if sys.stderr is not None and line not in _said:
             print(f"{line}\n", end="", file=sys.stderr, flush=True)
         if once and pause == PATIENCE:
-            SAID.add(line)
+            _said.add(line)
         pause = REMINDER
         more = f", {monotonic() + pause - start:.0f} s so far"
